@@ -1,0 +1,1 @@
+"""The only way in: settings, Ray wiring, HTTP API, command line."""

@@ -1,0 +1,50 @@
+"""The port between the HTTP API and the cluster behind it."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from scheduler.ids import RequestId
+from scheduler.request import FinishReason, Request
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """The `index`-th sampled token (from 0) of a request. `finish` is set on the last one.
+
+    cached_tokens: prompt tokens that the prefill node found in its prefix cache; set on index 0.
+    """
+
+    index: int
+    token: int
+    finish: FinishReason | None = None
+    cached_tokens: int | None = None
+
+
+class GatewayError(RuntimeError):
+    """The cluster could not serve the request; the message is for the client."""
+
+
+class RequestRejected(GatewayError):
+    """The request can never be served as it is (HTTP 400)."""
+
+
+class Overloaded(GatewayError):
+    """Try again later (HTTP 429)."""
+
+
+class ServiceFailed(GatewayError):
+    """A fault of ours (HTTP 500 before the first token, an error event after it)."""
+
+
+class Gateway(Protocol):
+    def generate(self, request: Request) -> AsyncIterator[TokenOutput]:
+        """Serve one request: tokens in order, each index once, the last with `finish`.
+
+        Closing the iterator early (a client that left) cancels the request everywhere. Raises GatewayError.
+        """
+        ...
+
+    async def status(self) -> dict[str, Any]:
+        """Nodes, links, handoffs: what `prelay status --json` prints."""
+        ...

@@ -1,0 +1,1 @@
+"""A decode replica: reserves blocks, receives KV, writes answers."""

@@ -1,0 +1,1 @@
+"""The model on a device: weights, KV pool, paged attention, sampling, routers."""

@@ -1,0 +1,1 @@
+"""The KV handoff: coordinator (pure), wire format, exchange, transports."""
