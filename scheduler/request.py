@@ -54,9 +54,7 @@ class Request:
         if self.max_tokens < 1:
             raise ValueError(f"{self.request_id}: max_tokens is {self.max_tokens}, must be at least 1")
         if self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"{self.request_id}: min_tokens {self.min_tokens} is over max_tokens {self.max_tokens}"
-            )
+            raise ValueError(f"{self.request_id}: min_tokens {self.min_tokens} is over max_tokens {self.max_tokens}")
 
     def finish_after(self, n_outputs: int, token: int) -> FinishReason | None:
         """Whether the request ends with `token` as its `n_outputs`-th sampled token (counted from 1)."""

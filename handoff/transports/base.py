@@ -51,7 +51,7 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """"memory", "ucx", ..."""
+        """ "memory", "ucx", ..."""
         ...
 
     @property

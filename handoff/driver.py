@@ -1,0 +1,349 @@
+"""The driver: performs a handoff's actions on real nodes and turns what happens into facts.
+
+One task per handoff feeds the pure coordinator in order: an action's outcome first, then the facts that came meanwhile.
+Every wait is bounded; an action that isn't acknowledged in time has failed, and cleanup addresses its side anyway.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import structlog
+
+from handoff.coordinator import (
+    Acknowledged,
+    Action,
+    ActionKind,
+    Cancelled,
+    Completion,
+    DestinationIsReserved,
+    Event,
+    Failed,
+    Handoff,
+    Order,
+    Outcome,
+    Phase,
+    SourceHasFinished,
+    SourceIsHeld,
+    Start,
+    TransferLanded,
+    advance,
+)
+from handoff.exchange import Landed
+from handoff.report import NodeReport
+from scheduler.commands import (
+    ActivateDestination,
+    Applied,
+    CancelDestination,
+    CancelSource,
+    Command,
+    CommandEffects,
+    DestinationAccepted,
+    DestinationFinished,
+    DestinationReserved,
+    LifecycleEvent,
+    ReleaseSource,
+    ReserveDestination,
+    SourceFinished,
+    SourceHeld,
+    SubmitHandoffPrefill,
+    Submitted,
+)
+from scheduler.errors import CommandRejected
+from scheduler.ids import HandoffId, NodeId, RequestId
+from scheduler.request import FinishReason, Request
+
+log = structlog.get_logger()
+
+
+class NodePort(Protocol):
+    """How the driver reaches nodes. Any exception means: not acknowledged."""
+
+    async def apply(self, node: NodeId, command: Command) -> CommandEffects: ...
+
+    async def start_transfer(self, node: NodeId, handoff_id: HandoffId, attempt: int, destination: NodeId) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DriverLimits:
+    """action_s: one action's acknowledgement. handoff_s: from start to completion, queueing included."""
+
+    action_s: float = 30.0
+    handoff_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffRecord:
+    """A finished handoff, for logs, status and the demo's table. Times in seconds of the driver's clock."""
+
+    handoff_id: HandoffId
+    request_id: RequestId
+    source: NodeId
+    destination: NodeId
+    completion: Completion
+    rejected: bool
+    reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    total_s: float
+    transfer: Landed | None
+
+
+@dataclass(slots=True)
+class _Drive:
+    """One handoff under way. finished: set with the record once the handoff is over (the decode may go on)."""
+
+    request: Request
+    source: NodeId
+    destination: NodeId
+    handoff: Handoff
+    started: float
+    finished: "asyncio.Future[HandoffRecord]"
+    inbox: "asyncio.Queue[Event | DestinationFinished]" = field(default_factory=asyncio.Queue)
+    transfer: Landed | None = None
+    cached_tokens: int = 0
+    rejected: bool = False
+
+
+class Driver:
+    """Runs many handoffs on one event loop.
+
+    clock: seconds, monotonic. on_record: a handoff ended. on_orphan: a request's decode node was lost under it.
+    """
+
+    def __init__(
+        self,
+        nodes: NodePort,
+        limits: DriverLimits,
+        clock: Callable[[], float],
+        on_record: Callable[[HandoffRecord], None],
+        on_orphan: Callable[[RequestId, str], None],
+    ) -> None:
+        self._nodes = nodes
+        self._limits = limits
+        self._clock = clock
+        self._on_record = on_record
+        self._on_orphan = on_orphan
+        self._drives: dict[HandoffId, _Drive] = {}
+        self._by_request: dict[RequestId, _Drive] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def active(self) -> int:
+        """Handoffs whose request is still somewhere, the decoding ones included."""
+        return len(self._drives)
+
+    def phases(self) -> dict[str, int]:
+        """How many handoffs are in each phase; done means that the destination decodes."""
+        counts: dict[str, int] = {}
+        for drive in self._drives.values():
+            name = drive.handoff.phase.value
+            counts[name] = counts.get(name, 0) + 1
+        return counts
+
+    def load(self, node: NodeId) -> int:
+        """Requests on a node, as far as this driver sent them there."""
+        return sum(1 for d in self._drives.values() if node in (d.source, d.destination))
+
+    async def hand_over(
+        self, handoff_id: HandoffId, request: Request, source: NodeId, destination: NodeId, order: Order
+    ) -> HandoffRecord:
+        """Run one handoff; returns when it is handed over, finished at the source, cancelled or failed."""
+        if request.request_id in self._by_request or handoff_id in self._drives:
+            raise CommandRejected(f"request {request.request_id} or handoff {handoff_id} is already active")
+        drive = _Drive(
+            request=request,
+            source=source,
+            destination=destination,
+            handoff=Handoff(handoff_id, order),
+            started=self._clock(),
+            finished=asyncio.get_running_loop().create_future(),
+        )
+        self._drives[handoff_id] = self._by_request[request.request_id] = drive
+        task = asyncio.create_task(self._run(drive))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(drive.finished)
+
+    def cancel(self, request_id: RequestId) -> bool:
+        """The client went away. False if the request is not here (any more)."""
+        drive = self._by_request.get(request_id)
+        if drive is None:
+            return False
+        drive.inbox.put_nowait(Cancelled())
+        return True
+
+    def on_report(self, report: NodeReport) -> None:
+        """Facts from a node. Those of unknown handoffs are late or stale, and dropped."""
+        for event in report.events:
+            self._on_event(event)
+        for transfer in report.transfers:
+            drive = self._drives.get(transfer.handoff_id)
+            if drive is None or drive.handoff.attempt != transfer.attempt:
+                continue
+            if isinstance(transfer, Landed):
+                drive.transfer = transfer
+                drive.inbox.put_nowait(TransferLanded())
+            else:
+                drive.inbox.put_nowait(Failed(f"transfer: {transfer.reason}"))
+
+    def on_node_lost(self, node: NodeId) -> None:
+        """A node's process is gone: what it was part of has failed. A decode doesn't need its source any more."""
+        for drive in self._drives.values():
+            handed_over = drive.handoff.phase is Phase.DONE
+            if node == drive.destination or (node == drive.source and not handed_over):
+                drive.inbox.put_nowait(Failed(f"{node} was lost"))
+
+    def _on_event(self, event: LifecycleEvent) -> None:
+        drive = self._drives.get(event.handoff_id)
+        if drive is None or drive.handoff.attempt != event.attempt:
+            return
+        match event:
+            case SourceHeld():
+                drive.cached_tokens = event.cached_tokens
+                drive.inbox.put_nowait(SourceIsHeld())
+            case SourceFinished(finish=FinishReason.ERROR):
+                drive.inbox.put_nowait(Failed("the prefill step failed"))
+            case SourceFinished():
+                drive.inbox.put_nowait(SourceHasFinished())
+            case DestinationReserved():
+                drive.inbox.put_nowait(DestinationIsReserved())
+            case DestinationFinished():
+                drive.inbox.put_nowait(event)
+
+    async def _run(self, drive: _Drive) -> None:
+        try:
+            await self._feed(drive, Start())
+            while not await self._is_over(drive):
+                item = await self._next(drive)
+                if isinstance(item, DestinationFinished):
+                    break
+                if isinstance(item, Failed) and drive.handoff.phase is Phase.DONE:
+                    self._on_orphan(drive.request.request_id, item.reason)
+                    break
+                await self._feed(drive, item)
+        except Exception as error:
+            log.exception("handoff driver failed", handoff_id=drive.handoff.handoff_id)
+            await self._abandon(drive, str(error))
+        finally:
+            self._conclude(drive)
+            del self._drives[drive.handoff.handoff_id]
+            del self._by_request[drive.request.request_id]
+
+    async def _is_over(self, drive: _Drive) -> bool:
+        """Publish the record when the handoff is done; the request is over unless its destination decodes."""
+        if drive.handoff.phase is not Phase.DONE:
+            return False
+        self._conclude(drive)
+        return drive.handoff.completion is not Completion.HANDED_OVER
+
+    async def _next(self, drive: _Drive) -> Event | DestinationFinished:
+        if drive.handoff.phase is Phase.DONE:
+            # The decode's own length bounds this wait; its node's loss arrives as a fact.
+            return await drive.inbox.get()
+        remaining = drive.started + self._limits.handoff_s - self._clock()
+        try:
+            return await asyncio.wait_for(drive.inbox.get(), max(0.0, remaining))
+        except TimeoutError:
+            return Failed(f"not handed over within {self._limits.handoff_s:g} s")
+
+    async def _feed(self, drive: _Drive, event: Event) -> None:
+        drive.handoff, actions = advance(drive.handoff, event)
+        for acknowledged in await asyncio.gather(*(self._perform(drive, action) for action in actions)):
+            await self._feed(drive, acknowledged)
+
+    async def _perform(self, drive: _Drive, action: Action) -> Acknowledged:
+        try:
+            outcome, reason = await asyncio.wait_for(self._act(drive, action.kind), self._limits.action_s)
+        except CommandRejected as error:
+            drive.rejected = True
+            outcome, reason = Outcome.FAILED, str(error)
+        except TimeoutError:
+            outcome, reason = Outcome.FAILED, f"not acknowledged within {self._limits.action_s:g} s"
+        except Exception as error:
+            outcome, reason = Outcome.FAILED, f"{type(error).__name__}: {error}"
+        if outcome is Outcome.FAILED:
+            log.warning(
+                "handoff action failed",
+                handoff_id=drive.handoff.handoff_id,
+                request_id=drive.request.request_id,
+                attempt=drive.handoff.attempt,
+                action=action.kind.value,
+                reason=reason,
+            )
+        return Acknowledged(action.action_id, outcome, reason)
+
+    async def _act(self, drive: _Drive, kind: ActionKind) -> tuple[Outcome, str]:
+        handoff_id, attempt = drive.handoff.handoff_id, drive.handoff.attempt
+        if kind is ActionKind.START_TRANSFER:
+            started = await self._nodes.start_transfer(drive.source, handoff_id, attempt, drive.destination)
+            return (Outcome.SCHEDULED, "") if started else (Outcome.NOOP, "nothing is held")
+        node, command = self._command(drive, kind)
+        effects = await self._nodes.apply(node, command)
+        for event in effects.events:
+            self._on_event(event)
+        match effects.result:
+            case Submitted():
+                return Outcome.SUBMITTED, ""
+            case DestinationAccepted():
+                return Outcome.ACCEPTED, ""
+            case Applied():
+                return Outcome.APPLIED, ""
+            case _:
+                return Outcome.NOOP, f"nothing to {kind.value.replace('_', ' ')}"
+
+    def _command(self, drive: _Drive, kind: ActionKind) -> tuple[NodeId, Command]:
+        handoff_id, attempt = drive.handoff.handoff_id, drive.handoff.attempt
+        match kind:
+            case ActionKind.SUBMIT_PREFILL:
+                return drive.source, SubmitHandoffPrefill(handoff_id, drive.request, attempt)
+            case ActionKind.RESERVE_DESTINATION:
+                return drive.destination, ReserveDestination(handoff_id, drive.request, attempt)
+            case ActionKind.ACTIVATE_DESTINATION:
+                return drive.destination, ActivateDestination(handoff_id, attempt)
+            case ActionKind.RELEASE_SOURCE:
+                return drive.source, ReleaseSource(handoff_id, attempt)
+            case ActionKind.CANCEL_SOURCE:
+                return drive.source, CancelSource(handoff_id, attempt)
+            case ActionKind.CANCEL_DESTINATION:
+                return drive.destination, CancelDestination(handoff_id, attempt)
+            case ActionKind.START_TRANSFER:
+                raise AssertionError("a transfer is not a scheduler command")
+
+    async def _abandon(self, drive: _Drive, reason: str) -> None:
+        """A bug of ours ended the drive: cancel both sides, so that nothing stays owned."""
+        drive.handoff, actions = advance(drive.handoff, Failed(reason))
+        await asyncio.gather(*(self._perform(drive, action) for action in actions))
+
+    def _conclude(self, drive: _Drive) -> None:
+        """Make the outcome known, once."""
+        if drive.finished.done():
+            return
+        handoff = drive.handoff
+        record = HandoffRecord(
+            handoff_id=handoff.handoff_id,
+            request_id=drive.request.request_id,
+            source=drive.source,
+            destination=drive.destination,
+            completion=handoff.completion or Completion.FAILED,
+            rejected=drive.rejected,
+            reason=handoff.reason,
+            prompt_tokens=len(drive.request.prompt),
+            cached_tokens=drive.cached_tokens,
+            total_s=self._clock() - drive.started,
+            transfer=drive.transfer,
+        )
+        drive.finished.set_result(record)
+        self._on_record(record)
+        log.info(
+            "handoff ended",
+            handoff_id=record.handoff_id,
+            request_id=record.request_id,
+            attempt=handoff.attempt,
+            source=record.source,
+            destination=record.destination,
+            completion=record.completion.value,
+            reason=record.reason,
+            total_ms=round(record.total_s * 1e3, 2),
+        )
