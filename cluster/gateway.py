@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from scheduler.ids import RequestId
 from scheduler.request import FinishReason, Request
 
 

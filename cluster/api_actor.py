@@ -1,0 +1,88 @@
+"""The API's process: the HTTP server, the tokenizer and the token streams, on one event loop."""
+
+import asyncio
+import secrets
+import socket
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from cluster.api.app import create_app
+from cluster.api.settings import ApiSettings
+from cluster.api.tokenizer import ChatTokenizer
+from cluster.gateway import ServiceFailed
+from cluster.model_files import eos_token_ids
+from cluster.ray_gateway import RayGateway
+from cluster.settings import Limits
+from cluster.token_streams import TokenStreams
+from scheduler.commands import Output
+from scheduler.ids import RequestId
+
+CLOSE_CONNECTIONS_S = 1
+STOP_TIMEOUT_S = 3.0
+
+
+class ApiActor:
+    """Serves HTTP on host:port. deliver and fail are called by nodes and the coordinator."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._streams = TokenStreams()
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(
+        self, coordinator: Any, model_path: str, model_name: str, max_model_len: int, host: str, port: int
+    ) -> str:
+        """Listen, and return the server's URL. Raises OSError if the port is taken."""
+        listener = _listen(host, port)
+        tokenizer = await asyncio.to_thread(ChatTokenizer.from_pretrained, model_path)
+        app = create_app(
+            gateway=RayGateway(coordinator, self._streams, self._limits.max_requests, self._limits.token_s),
+            tokenizer=tokenizer,
+            model_name=model_name,
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids(Path(model_path)),
+            settings=ApiSettings(max_body_bytes=self._limits.max_body_bytes, next_token_timeout_s=self._limits.token_s),
+            new_request_id=lambda: RequestId(secrets.token_hex(12)),
+            clock=time.monotonic,
+        )
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, timeout_graceful_shutdown=CLOSE_CONNECTIONS_S
+        )
+        self._server = uvicorn.Server(config)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        bound_host, bound_port = listener.getsockname()[:2]
+        return f"http://{bound_host}:{bound_port}"
+
+    async def deliver(self, outputs: Iterable[Output]) -> None:
+        """A node's tokens of one step."""
+        self._streams.deliver(outputs)
+
+    async def fail(self, request_id: RequestId, reason: str) -> None:
+        """A running request can't go on."""
+        self._streams.fail(request_id, ServiceFailed(f"the request was interrupted: {reason}"))
+
+    async def stop(self) -> None:
+        """Stop listening; open streams end, which cancels their requests."""
+        if self._server is None or self._serving is None:
+            return
+        self._server.should_exit = True
+        await asyncio.wait({self._serving}, timeout=STOP_TIMEOUT_S)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise OSError(f"can't listen on {host}:{port}: {error.strerror}; choose another --port") from None
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,215 @@
+"""The `prelay` command."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version as distribution_version
+from pathlib import Path
+from threading import Event
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from cluster.client import Answer, ApiFailed, Client
+from cluster.running import NoServer, announce, find, withdraw
+from cluster.settings import Settings, SettingsError, load_settings
+from cluster.status_view import status_view
+from handoff.packaging import ShadowedPackage, check_packages
+
+app = typer.Typer(
+    help="Disaggregated LLM serving: prefill and decode pools with a transactional KV handoff over UCX.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+out = Console()
+err = Console(stderr=True)
+
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML settings; see configs/serve.yaml.")]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", help="smollm2, a local folder, a .gguf file, or a Hugging Face id.")
+]
+UrlOption = Annotated[str | None, typer.Option("--url", help="A running server; default: the newest on this machine.")]
+
+
+def main() -> None:
+    """Entry point: errors that a user can act on are one sentence on stderr and exit status 1."""
+    try:
+        check_packages()
+        app()
+    except (SettingsError, ShadowedPackage, NoServer, ApiFailed) as error:
+        _fail(str(error))
+
+
+def _fail(message: str) -> None:
+    err.print(f"prelay: {message}", style="red", markup=False, highlight=False)
+    sys.exit(1)
+
+
+@app.command()
+def serve(
+    config: ConfigOption = None,
+    model: ModelOption = None,
+    prefill: Annotated[int | None, typer.Option(help="Prefill nodes.")] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode nodes.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0 picks a free one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto (bf16), bf16, fp32.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:0.")] = None,
+    order: Annotated[str | None, typer.Option(help="destination_first or source_first.")] = None,
+) -> None:
+    """Serve a model until Ctrl-C or SIGTERM."""
+    settings = load_settings(
+        config,
+        _given(
+            {
+                "model": model,
+                "prefill.nodes": prefill,
+                "decode.nodes": decode,
+                "host": host,
+                "port": port,
+                "dtype": dtype,
+                "device": device,
+                "order": order,
+            }
+        ),
+    )
+    with _cluster(settings) as url:
+        out.print(f"Prelay serves {settings.model} on {url}", highlight=False, soft_wrap=True)
+        out.print("Press Ctrl-C to stop.")
+        _wait_for_signal()
+        out.print("Stopping.")
+
+
+@app.command()
+def demo(config: ConfigOption = None, model: ModelOption = None) -> None:
+    """Start a small cluster, ask it a few questions, show the handoffs, stop."""
+    from cluster.demo import run_demo
+
+    settings = load_settings(config, {**_given({"model": model}), "port": 0})
+    with _cluster(settings) as url:
+        run_demo(url, out)
+
+
+@app.command()
+def pull(model: Annotated[str, typer.Argument(help="smollm2, a .gguf file, or a Hugging Face id.")]) -> None:
+    """Fetch and convert a model into the cache."""
+    out.print(str(_resolve(model).path), soft_wrap=True, highlight=False)
+
+
+@app.command()
+def status(url: UrlOption = None, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Show nodes, links and handoffs of a running server."""
+    with Client(url or find(_home())) as client:
+        document = client.get("/cluster/status")
+    if as_json:
+        out.print_json(json.dumps(document))
+    else:
+        out.print(status_view(document))
+
+
+@app.command()
+def chat(
+    url: UrlOption = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
+) -> None:
+    """Talk to a running server. An empty line or Ctrl-D ends."""
+    with Client(url or find(_home())) as client:
+        options = {"model": client.model(), "max_tokens": max_tokens, "temperature": temperature}
+        messages: list[dict[str, str]] = []
+        while question := _read_line():
+            messages.append({"role": "user", "content": question})
+            answer = Answer()
+            for piece in client.stream_chat(answer, messages, **options):
+                out.print(piece, end="", markup=False, highlight=False)
+            out.print()
+            messages.append({"role": "assistant", "content": answer.text})
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    out.print(distribution_version("prelay"), highlight=False)
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _home() -> Path:
+    from device.models import default_home
+
+    return default_home()
+
+
+def _resolve(name: str) -> Any:
+    from device.models import ModelDownloadFailed, ModelNotFound, ModelUnsupported, resolve_model
+
+    try:
+        return resolve_model(name, _home(), _progress)
+    except (ModelNotFound, ModelDownloadFailed, ModelUnsupported) as error:
+        _fail(str(error))
+
+
+def _progress(line: str) -> None:
+    err.print(line, style="dim", markup=False, highlight=False)
+
+
+@contextmanager
+def _cluster(settings: Settings) -> Iterator[str]:
+    """A running cluster's URL; it is stopped on the way out, also when a signal comes while it starts."""
+    model = _resolve(settings.model)
+    err.print("Loading libraries.", style="dim")
+    from cluster.launch import launch
+
+    with _signals_raise():
+        cluster = launch(settings, model, _progress)
+        try:
+            announce(_home(), cluster.url)
+            yield cluster.url
+        except KeyboardInterrupt:
+            pass
+        finally:
+            withdraw(_home())
+            cluster.stop()
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """SIGTERM ends the program as Ctrl-C does."""
+    previous = signal.signal(signal.SIGTERM, _raise_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _raise_interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _wait_for_signal() -> None:
+    # Ray installs a handler of its own while it starts.
+    handler: Callable[..., None] = _raise_interrupt
+    signal.signal(signal.SIGTERM, handler)
+    signal.signal(signal.SIGINT, handler)
+    Event().wait()
+
+
+def _read_line() -> str:
+    if sys.stdin.isatty():
+        out.print("> ", end="")
+    try:
+        return input().strip()
+    except EOFError:
+        return ""
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    main()

@@ -1,0 +1,167 @@
+"""The coordinator's process: routes requests, drives handoffs, watches the nodes."""
+
+import asyncio
+import time
+from collections import Counter, deque
+from dataclasses import asdict
+from typing import Any
+
+import structlog
+from ray.exceptions import RayActorError, RayTaskError
+
+from handoff.coordinator import Order
+from handoff.driver import Driver, DriverLimits, HandoffRecord
+from handoff.report import NodeReport
+from scheduler.commands import Command, CommandEffects
+from scheduler.ids import HandoffId, NodeId, RequestId
+from scheduler.request import Request
+from scheduler.routing import least_loaded
+
+log = structlog.get_logger()
+
+RECENT_RECORDS = 256
+STATUS_TIMEOUT_S = 10.0
+
+
+class NoNodeLeft(RuntimeError):
+    """No node of a pool is alive."""
+
+
+class RayNodes:
+    """NodePort over actor handles."""
+
+    def __init__(self, handles: dict[NodeId, Any]) -> None:
+        self._handles = handles
+
+    async def apply(self, node: NodeId, command: Command) -> CommandEffects:
+        try:
+            effects: CommandEffects = await self._handles[node].apply.remote(command)
+        except RayTaskError as error:
+            raise error.cause from None
+        return effects
+
+    async def start_transfer(self, node: NodeId, handoff_id: HandoffId, attempt: int, destination: NodeId) -> bool:
+        try:
+            started: bool = await self._handles[node].start_transfer.remote(handoff_id, attempt, destination)
+        except RayTaskError as error:
+            raise error.cause from None
+        return started
+
+
+class CoordinatorActor:
+    """Hosts the driver. Its calls are coroutines of one event loop."""
+
+    def __init__(self, order: str, limits: DriverLimits, health_interval_s: float, health_timeout_s: float) -> None:
+        self._order = Order(order)
+        self._limits = limits
+        self._health_interval_s = health_interval_s
+        self._health_timeout_s = health_timeout_s
+        self._handles: dict[NodeId, Any] = {}
+        self._pools: dict[str, list[NodeId]] = {"prefill": [], "decode": []}
+        self._lost: dict[NodeId, str] = {}
+        self._recent: deque[HandoffRecord] = deque(maxlen=RECENT_RECORDS)
+        self._completions: Counter[str] = Counter()
+        self._turn = 0
+        self._driver: Driver | None = None
+        self._api: Any = None
+        self._health: asyncio.Task[None] | None = None
+
+    async def start(self, api: Any, prefill: dict[NodeId, Any], decode: dict[NodeId, Any]) -> None:
+        """Take over these nodes. api.fail is told of requests that can't go on."""
+        self._api = api
+        self._handles = {**prefill, **decode}
+        self._pools = {"prefill": list(prefill), "decode": list(decode)}
+        self._driver = Driver(RayNodes(self._handles), self._limits, time.monotonic, self._on_record, self._on_orphan)
+        self._health = asyncio.create_task(self._watch_nodes())
+
+    async def serve(self, request: Request) -> HandoffRecord:
+        """Route and hand over one request. Returns when it runs on its decode node, has ended, or failed."""
+        driver = self._running()
+        source, destination = self._pick("prefill"), self._pick("decode")
+        self._turn += 1
+        handoff_id = HandoffId(f"h-{request.request_id}")
+        return await driver.hand_over(handoff_id, request, source, destination, self._order)
+
+    async def cancel(self, request_id: RequestId) -> bool:
+        return self._running().cancel(request_id)
+
+    async def report(self, report: NodeReport) -> None:
+        self._running().on_report(report)
+
+    async def status(self) -> dict[str, Any]:
+        """Plain data: see docs/api.md, /cluster/status."""
+        driver = self._running()
+        nodes = [n for pool in self._pools.values() for n in pool]
+        statuses = await asyncio.gather(*(self._status_of(node) for node in nodes))
+        return {
+            "order": self._order.value,
+            "nodes": statuses,
+            "handoffs": {
+                "active": driver.active,
+                "phases": driver.phases(),
+                **{name: self._completions[name] for name in sorted(self._completions)},
+            },
+            "recent": [_plain(record) for record in self._recent],
+        }
+
+    def _running(self) -> Driver:
+        if self._driver is None:
+            raise RuntimeError("the coordinator is not started")
+        return self._driver
+
+    def _pick(self, role: str) -> NodeId:
+        alive = [node for node in self._pools[role] if node not in self._lost]
+        if not alive:
+            raise NoNodeLeft(f"no {role} node is alive")
+        driver = self._running()
+        return least_loaded(alive, {node: driver.load(node) for node in alive}, self._turn)
+
+    def _on_record(self, record: HandoffRecord) -> None:
+        self._recent.append(record)
+        self._completions[record.completion.value] += 1
+
+    def _on_orphan(self, request_id: RequestId, reason: str) -> None:
+        self._api.fail.remote(request_id, reason)
+
+    async def _status_of(self, node: NodeId) -> dict[str, Any]:
+        if node in self._lost:
+            return {"node": node, "lost": self._lost[node]}
+        try:
+            status: dict[str, Any] = await asyncio.wait_for(self._call_status(node), STATUS_TIMEOUT_S)
+        except (TimeoutError, RayActorError, RayTaskError) as error:
+            return {"node": node, "unreachable": f"{type(error).__name__}: {error}"}
+        return status
+
+    async def _call_status(self, node: NodeId) -> dict[str, Any]:
+        status: dict[str, Any] = await self._handles[node].status.remote()
+        return status
+
+    async def _watch_nodes(self) -> None:
+        while True:
+            await asyncio.sleep(self._health_interval_s)
+            alive = [node for node in self._handles if node not in self._lost]
+            await asyncio.gather(*(self._check(node) for node in alive))
+
+    async def _check(self, node: NodeId) -> None:
+        try:
+            await asyncio.wait_for(self._ping(node), self._health_timeout_s)
+        except Exception as error:
+            self._lose(node, f"{type(error).__name__}: {error}".splitlines()[0])
+
+    async def _ping(self, node: NodeId) -> None:
+        await self._handles[node].ping.remote()
+
+    def _lose(self, node: NodeId, reason: str) -> None:
+        """A lost node gets no more requests; its peers give it up, so that their memory is quiet."""
+        log.error("node lost", node=node, reason=reason)
+        self._lost[node] = reason
+        for other, handle in self._handles.items():
+            if other not in self._lost:
+                handle.disconnect.remote(node)
+        self._running().on_node_lost(node)
+
+
+def _plain(record: HandoffRecord) -> dict[str, Any]:
+    values = asdict(record)
+    values["completion"] = record.completion.value
+    return values

@@ -1,0 +1,171 @@
+"""Start and stop an embedded cluster: Ray on this machine, the coordinator, the API and the nodes as its actors."""
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+import ray
+import structlog
+
+from cluster.api_actor import ApiActor
+from cluster.coordinator_actor import CoordinatorActor
+from cluster.settings import PoolSettings, Settings
+from decode_node.actor import DecodeActor
+from device.models import ModelFolder
+from handoff.driver import DriverLimits
+from handoff.exchange import PeerInfo
+from handoff.node_config import NodeConfig
+from prefill_node.actor import PrefillActor
+from scheduler.batching import BatchLimits
+from scheduler.device_config import DeviceConfig
+from scheduler.ids import NodeId
+
+log = structlog.get_logger()
+
+OBJECT_STORE_BYTES = 80 << 20
+"""Tokens and commands are small and travel inline; KV never goes through Ray."""
+STOP_TIMEOUT_S = 3.0
+
+Progress = Callable[[str], None]
+
+
+class Cluster:
+    """A running cluster. url: the API's address."""
+
+    def __init__(self, url: str, api: Any, nodes: dict[NodeId, Any]) -> None:
+        self.url = url
+        self._api = api
+        self._nodes = nodes
+
+    def stop(self) -> None:
+        """End everything that `launch` started: first the API, then the nodes, then Ray. Bounded."""
+        _settle([self._api.stop.remote()])
+        _settle([node.stop.remote() for node in self._nodes.values()])
+        ray.shutdown()
+
+
+def launch(settings: Settings, model: ModelFolder, progress: Progress) -> Cluster:
+    """Start an embedded cluster. Whatever fails, nothing stays behind."""
+    progress("Starting Ray.")
+    _start_ray(settings)
+    try:
+        return _launch_actors(settings, model, progress)
+    except BaseException:
+        ray.shutdown()
+        raise
+
+
+def _start_ray(settings: Settings) -> None:
+    # Loopback only, as far as Ray lets itself be told; no usage report leaves the machine.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        num_cpus=1,
+        object_store_memory=OBJECT_STORE_BYTES,
+        resources={"prefill": settings.prefill.nodes, "decode": settings.decode.nodes},
+        log_to_driver=False,
+        logging_level="error",
+    )
+
+
+def _launch_actors(settings: Settings, model: ModelFolder, progress: Progress) -> Cluster:
+    limits = settings.limits
+    api = ray.remote(ApiActor).options(num_cpus=0).remote(limits)
+    coordinator = (
+        ray.remote(CoordinatorActor)
+        .options(num_cpus=0)
+        .remote(
+            settings.order,
+            DriverLimits(action_s=limits.action_s, handoff_s=limits.handoff_s),
+            limits.health_interval_s,
+            limits.health_timeout_s,
+        )
+    )
+    prefill = _node_actors(PrefillActor, "prefill", settings, settings.prefill, model)
+    decode = _node_actors(DecodeActor, "decode", settings, settings.decode, model)
+    progress(f"Loading {model.name} on {len(prefill)} prefill and {len(decode)} decode node(s).")
+    nodes = {**prefill, **decode}
+    infos: list[PeerInfo] = ray.get(
+        [node.start.remote(api, coordinator) for node in nodes.values()], timeout=limits.start_s
+    )
+    _connect_pairs(prefill, decode, {info.node: info for info in infos}, limits.start_s)
+    ray.get(coordinator.start.remote(api, prefill, decode), timeout=limits.start_s)
+    url = ray.get(
+        api.start.remote(
+            coordinator,
+            str(model.path),
+            model.name,
+            _max_model_len(nodes, limits.start_s),
+            settings.host,
+            settings.port,
+        ),
+        timeout=limits.start_s,
+    )
+    return Cluster(url, api, nodes)
+
+
+def _node_actors(
+    actor: type, role: str, settings: Settings, pool: PoolSettings, model: ModelFolder
+) -> dict[NodeId, Any]:
+    handles = {}
+    for index in range(pool.nodes):
+        config = _node_config(NodeId(f"{role}-{index}"), settings, pool, model)
+        gpus = 1 if settings.device.startswith("cuda") else 0
+        handles[config.node] = ray.remote(actor).options(num_cpus=0, num_gpus=gpus, resources={role: 1}).remote(config)
+    return handles
+
+
+def _node_config(node: NodeId, settings: Settings, pool: PoolSettings, model: ModelFolder) -> NodeConfig:
+    return NodeConfig(
+        node=node,
+        incarnation=1,
+        device=DeviceConfig(
+            model_path=str(model.path),
+            model_name=model.name,
+            device=settings.device,
+            dtype=settings.dtype,
+            attention=settings.attention,
+            block_size=settings.block_size,
+            kv_bytes=pool.kv_mib << 20,
+            max_model_len=settings.max_model_len,
+            threads=settings.threads_of(pool),
+        ),
+        batch=BatchLimits(
+            max_tokens=max(pool.max_batch_tokens, pool.max_batch_sequences),
+            max_sequences=pool.max_batch_sequences,
+        ),
+        max_reservations=settings.limits.max_reservations,
+        prefix_caching=settings.prefix_caching,
+        transport=settings.transport,
+    )
+
+
+def _connect_pairs(
+    prefill: dict[NodeId, Any], decode: dict[NodeId, Any], infos: dict[NodeId, PeerInfo], timeout_s: float
+) -> None:
+    calls = []
+    for source, source_handle in prefill.items():
+        for destination, destination_handle in decode.items():
+            calls.append(source_handle.connect.remote(infos[destination]))
+            calls.append(destination_handle.connect.remote(infos[source]))
+    ray.get(calls, timeout=timeout_s)
+
+
+def _max_model_len(nodes: dict[NodeId, Any], timeout_s: float) -> int:
+    """The longest request that every node can hold."""
+    statuses = ray.get([node.status.remote() for node in nodes.values()], timeout=timeout_s)
+    devices = [status["device"] for status in statuses]
+    return min(min(d["max_model_len"], d["total_blocks"] * d["block_size"]) for d in devices)
+
+
+def _settle(calls: Iterable[Any]) -> None:
+    """Wait for calls that stop things; one that fails or hangs must not keep the others from ending."""
+    calls = list(calls)
+    with suppress(Exception):
+        _, late = ray.wait(calls, num_returns=len(calls), timeout=STOP_TIMEOUT_S)
+        if late:
+            log.warning("not everything stopped in time", late=len(late))

@@ -1,0 +1,83 @@
+"""The gateway over Ray: requests go to the coordinator, tokens come from the nodes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any
+
+import structlog
+
+from cluster.gateway import GatewayError, Overloaded, RequestRejected, ServiceFailed, TokenOutput
+from cluster.token_streams import TokenStreams
+from handoff.coordinator import Completion
+from handoff.driver import HandoffRecord
+from scheduler.ids import RequestId
+from scheduler.request import Request
+
+log = structlog.get_logger()
+
+STATUS_TIMEOUT_S = 30.0
+
+
+class RayGateway:
+    """coordinator: an actor handle. Used on one event loop."""
+
+    def __init__(self, coordinator: Any, streams: TokenStreams, max_requests: int, token_timeout_s: float) -> None:
+        self._coordinator = coordinator
+        self._streams = streams
+        self._max_requests = max_requests
+        self._token_timeout_s = token_timeout_s
+        self._watchers: set[asyncio.Task[None]] = set()
+
+    async def generate(self, request: Request) -> AsyncIterator[TokenOutput]:
+        if len(self._streams) >= self._max_requests:
+            raise Overloaded(f"{self._max_requests} requests are being served: try again later")
+        stream = self._streams.open(request.request_id)
+        self._watch(request.request_id, self._coordinator.serve.remote(request))
+        finished = False
+        try:
+            while not finished:
+                token = await stream.next(self._token_timeout_s)
+                finished = token.finish is not None
+                yield token
+        finally:
+            self._streams.close(request.request_id)
+            if not finished:
+                # Fire and forget: the coordinator's cleanup is bounded on its side.
+                self._coordinator.cancel.remote(request.request_id)
+
+    async def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = await asyncio.wait_for(
+            _as_coroutine(self._coordinator.status.remote()), STATUS_TIMEOUT_S
+        )
+        status["requests"] = {"open": len(self._streams), "max": self._max_requests}
+        return status
+
+    def _watch(self, request_id: RequestId, serving: Awaitable[HandoffRecord]) -> None:
+        """A handoff that doesn't succeed ends its request's stream; the wait is bounded by the driver's limits."""
+        task = asyncio.create_task(self._fail_unless_served(request_id, serving))
+        self._watchers.add(task)
+        task.add_done_callback(self._watchers.discard)
+
+    async def _fail_unless_served(self, request_id: RequestId, serving: Awaitable[HandoffRecord]) -> None:
+        try:
+            error = failure_of(await serving)
+        except Exception as lost:
+            log.error("coordinator call failed", request_id=request_id, reason=str(lost))
+            error = ServiceFailed("the coordinator could not serve this request: try again")
+        if error is not None:
+            self._streams.fail(request_id, error)
+
+
+def failure_of(record: HandoffRecord) -> GatewayError | None:
+    """What the client is told, None if the request goes on or has ended well."""
+    if record.completion in (Completion.HANDED_OVER, Completion.FINISHED_AT_SOURCE):
+        return None
+    if record.rejected:
+        return RequestRejected(record.reason)
+    if record.completion is Completion.CANCELLED:
+        return ServiceFailed("the request was cancelled")
+    return ServiceFailed(f"the request could not be served: {record.reason}")
+
+
+async def _as_coroutine(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable

@@ -1,0 +1,117 @@
+"""The asynchronous face of a node, for an actor system to host. Knows handles only by their `.method.remote(...)`.
+
+The node's own threads never wait here: reports are passed to this event loop, which sends them on.
+"""
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+import structlog
+
+from handoff.compatibility import Compatibility
+from handoff.exchange import Exchange, PeerInfo, TransferEnd
+from handoff.node import MakeExchange, Node
+from handoff.node_config import NodeConfig
+from handoff.packaging import check_packages
+from handoff.report import NodeReport
+from handoff.transports.registry import make_transport
+from handoff.wire import PROTOCOL_VERSION
+from scheduler.commands import Command, CommandEffects
+from scheduler.contract import DeviceFacts
+from scheduler.ids import NodeId
+
+N = TypeVar("N", bound=Node[Any])
+T = TypeVar("T")
+
+BOUNDARY_TIMEOUT_S = 60.0
+"""Longest wait for a boundary: one step of the largest chunk on a slow machine."""
+STOP_TIMEOUT_S = 2.0
+
+
+class NodeActor(ABC, Generic[N]):
+    """Calls come from the coordinator and the wiring. Every wait is bounded."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self._config = config
+        self._node: N | None = None
+        self._api: Any = None
+        self._coordinator: Any = None
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+
+    @abstractmethod
+    def _build(self) -> tuple[N, object]:
+        """Load the model. Returns the node and the bytes of its KV pool."""
+
+    async def start(self, api: Any, coordinator: Any) -> PeerInfo:
+        """Load the model and start serving. api.deliver gets outputs, coordinator.report the rest."""
+        check_packages()
+        self._api, self._coordinator = api, coordinator
+        self._event_loop = asyncio.get_running_loop()
+        structlog.contextvars.bind_contextvars(node=self._config.node)
+        self._node, pool = await asyncio.to_thread(self._build)
+        return await asyncio.to_thread(self._node.start, pool)
+
+    async def connect(self, peer: PeerInfo) -> None:
+        """Raises IncompatiblePeer."""
+        self._running().connect(peer)
+
+    async def disconnect(self, peer: NodeId) -> None:
+        self._running().disconnect(peer)
+
+    async def apply(self, command: Command) -> CommandEffects:
+        """Raises CommandRejected, LoopStopped or TimeoutError."""
+        return await self._at_boundary(self._running().apply(command))
+
+    async def ping(self) -> None:
+        """Raises if the step loop has ended."""
+        failure = self._running().failure
+        if failure is not None:
+            raise RuntimeError(f"{self._config.node} stopped serving: {failure}")
+
+    async def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = await self._at_boundary(self._running().status())
+        return status
+
+    async def stop(self) -> None:
+        if self._node is not None:
+            await asyncio.to_thread(self._node.stop, STOP_TIMEOUT_S)
+
+    def _make_exchange(self, facts: DeviceFacts) -> MakeExchange:
+        config = self._config
+
+        def make(report: Callable[[TransferEnd], None]) -> Exchange:
+            return Exchange(
+                node=config.node,
+                incarnation=config.incarnation,
+                transport=make_transport(config.transport),
+                compatibility=Compatibility.of(facts, PROTOCOL_VERSION),
+                block_bytes=facts.block_bytes,
+                report=report,
+                clock=time.monotonic,
+            )
+
+        return make
+
+    def _running(self) -> N:
+        if self._node is None:
+            raise RuntimeError(f"{self._config.node} is not started")
+        return self._node
+
+    async def _at_boundary(self, future: "Future[T]") -> T:
+        return await asyncio.wait_for(asyncio.wrap_future(future), BOUNDARY_TIMEOUT_S)
+
+    def _publish(self, report: NodeReport) -> None:
+        assert self._event_loop is not None
+        self._event_loop.call_soon_threadsafe(self._send, report)
+
+    def _send(self, report: NodeReport) -> None:
+        if report.outputs:
+            self._api.deliver.remote(report.outputs)
+        if report.events or report.transfers:
+            self._coordinator.report.remote(
+                NodeReport(report.node, report.incarnation, (), report.events, report.transfers)
+            )

@@ -1,0 +1,29 @@
+"""The process of a prefill replica: builds the device, the scheduler and the exchange, and hosts the node."""
+
+from device.build import build_router
+from handoff.node_actor import NodeActor
+from prefill_node.node import PrefillNode
+from scheduler.ids import HandoffId, NodeId
+from scheduler.prefill_scheduler import PrefillScheduler
+
+
+class PrefillActor(NodeActor[PrefillNode]):
+    async def start_transfer(self, handoff_id: HandoffId, attempt: int, destination: NodeId) -> bool:
+        """Offer held KV to its destination. False if nothing is held under this id."""
+        return await self._at_boundary(self._running().start_transfer(handoff_id, attempt, destination))
+
+    def _build(self) -> tuple[PrefillNode, object]:
+        config = self._config
+        router = build_router(config.device)
+        facts = router.facts()
+        scheduler = PrefillScheduler(
+            facts.total_blocks,
+            facts.block_size,
+            config.batch,
+            max_model_len=facts.max_model_len,
+            prefix_caching=config.prefix_caching,
+        )
+        node = PrefillNode(
+            config.node, config.incarnation, scheduler, router, self._make_exchange(facts), self._publish
+        )
+        return node, router.pool.bytes_view()

@@ -1,0 +1,22 @@
+"""What a device is started with: plain data that travels to the node's process."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceConfig:
+    """model_path: a local folder with config and safetensors. device, dtype, attention: names.
+
+    kv_bytes: memory of the KV pool; block_size in tokens; threads: CPU threads of a step.
+    max_model_len: positions, None for what the model and the pool allow.
+    """
+
+    model_path: str
+    model_name: str
+    device: str
+    dtype: str
+    attention: str
+    block_size: int
+    kv_bytes: int
+    max_model_len: int | None
+    threads: int
