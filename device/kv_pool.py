@@ -1,0 +1,107 @@
+"""The KV cache of one device: a pool of blocks, each one contiguous piece of memory.
+
+Layout: [blocks, layers, 2, kv_heads, block_size, head_dim]; index 0 of the third axis is K, 1 is V. A slot is a
+token's place in the pool: block * block_size + offset in the block.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from device.errors import DeviceSetupError
+
+
+@dataclass(frozen=True, slots=True)
+class KvGeometry:
+    """The shape of one block."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        elements = self.layers * 2 * self.kv_heads * self.block_size * self.head_dim
+        return elements * self.dtype.itemsize
+
+    def blocks_in(self, budget_bytes: int) -> int:
+        """How many blocks fit in `budget_bytes`. Raises DeviceSetupError when not even one does."""
+        blocks = budget_bytes // self.block_bytes
+        if blocks < 1:
+            raise DeviceSetupError(
+                f"a KV budget of {budget_bytes} bytes holds no block: one takes {self.block_bytes} bytes;"
+                " raise the budget or lower the block size"
+            )
+        return blocks
+
+
+class KvPool:
+    """The pool's tensor, and the three ways into it: write tokens, gather blocks, raw bytes for the transport."""
+
+    def __init__(self, geometry: KvGeometry, total_blocks: int, device: torch.device) -> None:
+        g = geometry
+        shape = (total_blocks, g.layers, 2, g.kv_heads, g.block_size, g.head_dim)
+        # Zeros, not whatever was there: a masked position still meets V in 0 * V, and 0 * NaN is NaN.
+        self.tensor = torch.zeros(shape, dtype=g.dtype, device=device)
+        self.geometry = geometry
+        self.total_blocks = total_blocks
+        pages_per_layer = 2 * g.kv_heads
+        pages = self.tensor.view(-1, g.block_size * g.head_dim)
+        tokens = self.tensor.view(-1, g.head_dim)
+        # Layer l's pages begin l * pages_per_layer further on, so the page numbers of layer 0 serve all layers.
+        self._pages = [pages[layer * pages_per_layer :] for layer in range(g.layers)]
+        self._tokens = [tokens[layer * pages_per_layer * g.block_size :] for layer in range(g.layers)]
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
+
+    @property
+    def block_bytes(self) -> int:
+        return self.geometry.block_bytes
+
+    def bytes_view(self) -> Any:
+        """The pool as flat bytes, sharing its memory; block b is bytes [b * block_bytes, (b + 1) * block_bytes).
+
+        A numpy uint8 array on a CPU; on CUDA a uint8 tensor, which has `__cuda_array_interface__`.
+        """
+        flat = self.tensor.view(-1).view(torch.uint8)
+        return flat.numpy() if self.device.type == "cpu" else flat
+
+    def slot_index(self, slots: Tensor) -> Tensor:
+        """Where `write` puts tokens. slots: int64 [tokens]. Returns int64 [2, tokens * kv_heads]."""
+        g = self.geometry
+        block, offset = slots // g.block_size, slots % g.block_size
+        page = (block * (g.layers * 2 * g.kv_heads)).view(1, -1, 1) + self._first_pages().view(2, 1, g.kv_heads)
+        return (page * g.block_size + offset.view(1, -1, 1)).view(2, -1)
+
+    def write(self, layer: int, index: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store new K and V. index: from `slot_index`; key, value: [tokens, kv_heads, head_dim]."""
+        tokens, head_dim = self._tokens[layer], self.geometry.head_dim
+        tokens.index_copy_(0, index[0], key.reshape(-1, head_dim))
+        tokens.index_copy_(0, index[1], value.reshape(-1, head_dim))
+
+    def page_index(self, tables: Tensor) -> Tensor:
+        """What `gather` reads. tables: block ids, int64 [sequences, n]. Returns int64 [2 * pages]."""
+        g = self.geometry
+        page = (tables * (g.layers * 2 * g.kv_heads)).view(1, tables.shape[0], 1, -1)
+        return (page + self._first_pages().view(2, 1, g.kv_heads, 1)).view(-1)
+
+    def gather(self, layer: int, index: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
+        """K and V of whole blocks, copied: each [sequences, kv_heads, n * block_size, head_dim]."""
+        g = self.geometry
+        pages = self._pages[layer].index_select(0, index)
+        both = pages.view(2, sequences, g.kv_heads, -1, g.head_dim)
+        return both[0], both[1]
+
+    def scrub(self, blocks: list[int]) -> None:
+        """Replace what is not finite in `blocks` by zeros, so that it cannot reach their next owner."""
+        ids = torch.tensor(blocks, dtype=torch.int64, device=self.device)
+        self.tensor[ids] = self.tensor[ids].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def _first_pages(self) -> Tensor:
+        return torch.arange(2 * self.geometry.kv_heads, dtype=torch.int64, device=self.device)

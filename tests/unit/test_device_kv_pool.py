@@ -1,0 +1,60 @@
+import numpy as np
+import pytest
+import torch
+
+from device.errors import DeviceSetupError
+from device.kv_pool import KvGeometry, KvPool
+
+GEOMETRY = KvGeometry(layers=3, kv_heads=2, head_dim=4, block_size=8, dtype=torch.float32)
+CPU = torch.device("cpu")
+
+
+def test_block_bytes_counts_k_and_v_of_all_layers() -> None:
+    assert GEOMETRY.block_bytes == 3 * 2 * 2 * 8 * 4 * 4
+    assert KvGeometry(30, 3, 64, 16, torch.bfloat16).block_bytes == 16 * 23_040
+
+
+def test_blocks_in_a_budget() -> None:
+    assert GEOMETRY.blocks_in(10 * GEOMETRY.block_bytes + 1) == 10
+    with pytest.raises(DeviceSetupError, match="holds no block"):
+        GEOMETRY.blocks_in(GEOMETRY.block_bytes - 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_block_is_one_piece_of_the_bytes_view(dtype: torch.dtype) -> None:
+    pool = KvPool(KvGeometry(3, 2, 4, 8, dtype), 5, CPU)
+    memory, size = pool.bytes_view(), pool.block_bytes
+    assert isinstance(memory, np.ndarray)
+    assert memory.dtype == np.uint8
+    assert memory.shape == (5 * size,)
+    pool.tensor[3] = 1.0
+    used = np.flatnonzero(memory)
+    assert 3 * size <= used[0] <= used[-1] < 4 * size
+    memory[3 * size : 4 * size] = 0
+    assert not pool.tensor.any()
+
+
+def test_what_is_written_to_a_slot_is_gathered_from_its_block() -> None:
+    pool = KvPool(GEOMETRY, 6, CPU)
+    generator = torch.Generator().manual_seed(0)
+    key, value = (torch.randn(3, 2, 4, generator=generator) for _ in range(2))
+    slots = torch.tensor([4 * 8 + 7, 1 * 8 + 0, 1 * 8 + 1])
+    pool.write(2, pool.slot_index(slots), key, value)
+    k, v = pool.gather(2, pool.page_index(torch.tensor([[4, 1], [1, 0]])), 2)
+    assert k.shape == v.shape == (2, 2, 16, 4)
+    for gathered, written in ((k, key), (v, value)):
+        assert torch.equal(gathered[0, :, [7, 8, 9]].transpose(0, 1), written)
+        assert torch.equal(gathered[1, :, [0, 1]].transpose(0, 1), written[1:])
+    assert pool.tensor.count_nonzero() == 2 * 3 * 2 * 4
+    assert not pool.tensor[:, :2].any()
+
+
+def test_scrub_keeps_what_is_finite() -> None:
+    pool = KvPool(GEOMETRY, 2, CPU)
+    pool.tensor[:] = 2.0
+    pool.tensor[1, 0, 0, 0, 0, 0] = float("nan")
+    pool.tensor[1, 0, 1, 0, 0, 1] = float("inf")
+    pool.scrub([1])
+    assert pool.tensor[1].count_nonzero() == pool.tensor[1].numel() - 2
+    assert pool.tensor.isfinite().all()
+    assert (pool.tensor[0] == 2.0).all()

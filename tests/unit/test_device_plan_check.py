@@ -1,0 +1,99 @@
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from device.plan_check import check_plan
+from scheduler.contract import Decode, DeviceError, DeviceFacts, Draw, Fault, Prefill, Row
+from scheduler.ids import RequestId
+from scheduler.request import SamplingParams
+
+FACTS = DeviceFacts(
+    model="tiny",
+    model_digest="0",
+    device="cpu",
+    attention="torch",
+    dtype="float32",
+    layers=1,
+    kv_heads=1,
+    head_dim=1,
+    vocab_size=50,
+    block_size=4,
+    total_blocks=10,
+    block_bytes=32,
+    max_model_len=30,
+)
+
+
+def row(tokens: Any, start: int, blocks: Any, draw: Draw | None = None, name: str = "a") -> Row:
+    return Row(RequestId(name), tokens, start, blocks, draw)
+
+
+def drawing(position: int, **options: Any) -> Draw:
+    return Draw(SamplingParams(), position, **options)
+
+
+GOOD = row([1, 2, 3], 2, (7, 3), drawing(5))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Prefill((GOOD,)),
+        Prefill((GOOD, row([4], 3, (5,), drawing(4), "b"), row([4], 0, (6,), None, "c"))),
+        Decode((row([49], 29, tuple(range(8)), drawing(30)),)),
+        # A shared prefix: both read block 0, each writes a block of its own.
+        Decode((row([1], 4, (0, 1), drawing(5)), row([1], 4, (0, 2), drawing(5), "b"))),
+        # A table that is longer than needed is not looked at beyond the need.
+        Decode((row([1], 0, (0, 99), drawing(1)),)),
+    ],
+)
+def test_good_plans_pass(plan: Prefill | Decode) -> None:
+    check_plan(plan, FACTS)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (Prefill(()), "no rows"),
+        (Decode((GOOD,)), "a decode row has one token, this one has 3"),
+        (Prefill((row([], 0, (1,)),)), "no tokens"),
+        (Prefill((row([1], -1, (1,)),)), "leave 0 to 29"),
+        (Prefill((row([1, 1], 29, range(8)),)), "positions 29 to 30 leave 0 to 29"),
+        (Prefill((row([1, 2, 3], 2, (7,)),)), "5 positions need 2 blocks, the table has 1"),
+        (Prefill((row([1, 2, 3], 2, (7, 10)),)), "block id 10 is outside 0 to 9"),
+        (Prefill((row([1, 2, 3], 2, (-1, 2)),)), "block id -1"),
+        (Prefill((row([1, 50, 3], 2, (7, 3)),)), "token id 50 is outside 0 to 49"),
+        (Prefill((row([1, -2, 3], 2, (7, 3)),)), "token id -2"),
+        (Prefill((GOOD, row([1], 4, (2, 3), None, "b"))), "b and a would both write block 3"),
+        (Prefill((row([1, 2], 0, (1,), drawing(1)),)), "after position 1 is drawn as position 1"),
+        (Prefill((row([1], 0, (1,), drawing(1, suppress=frozenset({50}))),)), "suppressed token id 50"),
+    ],
+)
+def test_bad_plans_are_refused_with_what_is_wrong(plan: Prefill | Decode, message: str) -> None:
+    with pytest.raises(DeviceError, match=message) as caught:
+        check_plan(plan, FACTS)
+    assert caught.value.fault is Fault.FORWARD
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=-0.1),
+        SamplingParams(top_p=0.0),
+        SamplingParams(top_p=1.1),
+        SamplingParams(top_k=-1),
+        SamplingParams(repetition_penalty=0.0),
+        SamplingParams(temperature=float("nan")),
+    ],
+)
+def test_sampling_out_of_range_is_refused(params: SamplingParams) -> None:
+    with pytest.raises(DeviceError, match="out of range"):
+        check_plan(Prefill((replace(GOOD, draw=Draw(params, 5)),)), FACTS)
+
+
+def test_history_is_checked_only_where_it_is_used() -> None:
+    unused, used = (Draw(SamplingParams(repetition_penalty=penalty), 5, history=(99,)) for penalty in (1.0, 1.1))
+    check_plan(Prefill((replace(GOOD, draw=unused),)), FACTS)
+    with pytest.raises(DeviceError, match="history token id 99"):
+        check_plan(Prefill((replace(GOOD, draw=used),)), FACTS)
