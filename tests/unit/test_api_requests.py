@@ -1,0 +1,405 @@
+"""What a client sends becomes a request to the cluster, or a 400 that says what to change."""
+
+import itertools
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from stand_ins import Script, ScriptedGateway, byte_level_tokenizer
+
+from cluster.api import ApiSettings, ChatTokenizer, create_app
+from scheduler.ids import RequestId
+from scheduler.request import Request
+
+MAX_MODEL_LEN = 64
+EOS = frozenset({0})
+TOKENIZER = ChatTokenizer(byte_level_tokenizer(["hello hello world"]))
+HELLO = TOKENIZER.encode("hello", add_special_tokens=False)
+
+
+@pytest.fixture
+def gateway() -> ScriptedGateway:
+    return ScriptedGateway(lambda request: Script(itertools.cycle(HELLO)))
+
+
+@pytest.fixture
+async def client(gateway: ScriptedGateway) -> AsyncIterator[httpx.AsyncClient]:
+    ids = itertools.count()
+    app = create_app(
+        gateway,
+        TOKENIZER,
+        "tiny",
+        MAX_MODEL_LEN,
+        EOS,
+        ApiSettings(max_body_bytes=4096, max_prompts=3, max_stop_strings=2, max_stop_chars=8, max_stop_token_ids=2),
+        lambda: RequestId(f"r{next(ids)}"),
+        lambda: 0.0,
+        new_seed=lambda: 77,
+        unix_time=lambda: 1_700_000_000.5,
+    )
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://api") as client:
+        yield client
+
+
+async def complete(client: httpx.AsyncClient, **fields: Any) -> httpx.Response:
+    return await client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 2, **fields})
+
+
+async def accepted(client: httpx.AsyncClient, gateway: ScriptedGateway, **fields: Any) -> Request:
+    response = await complete(client, **fields)
+    assert response.status_code == 200, response.text
+    return gateway.requests[-1]
+
+
+async def refused(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+    response = await complete(client, **fields)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert isinstance(error, dict)
+    return error
+
+
+async def test_defaults_are_openais(client: httpx.AsyncClient, gateway: ScriptedGateway) -> None:
+    response = await client.post("/v1/completions", json={"model": "tiny", "prompt": "hello"})
+    assert response.status_code == 200
+    request = gateway.requests[-1]
+    assert request.prompt == HELLO
+    assert request.max_tokens == 16
+    assert request.min_tokens == 0
+    assert request.stop_token_ids == EOS
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
+    assert (sampling.seed, sampling.repetition_penalty) == (77, 1.0)
+
+
+async def test_null_fields_are_defaults(client: httpx.AsyncClient, gateway: ScriptedGateway) -> None:
+    names = ["temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "stream"]
+    request = await accepted(client, gateway, **dict.fromkeys(names))
+    assert request.sampling.temperature == 1.0
+    assert request.stop_token_ids == EOS
+
+
+async def test_sampling_fields_arrive(client: httpx.AsyncClient, gateway: ScriptedGateway) -> None:
+    request = await accepted(
+        client, gateway, temperature=0.5, top_p=0.9, top_k=7, seed=3, repetition_penalty=1.2, min_tokens=1
+    )
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 7)
+    assert (sampling.seed, sampling.repetition_penalty, request.min_tokens) == (3, 1.2, 1)
+
+
+@pytest.mark.parametrize(("asked", "got"), [(0, 0.0), (1e-9, 0.01), (2, 2.0)])
+async def test_tiny_temperatures_are_raised(
+    client: httpx.AsyncClient, gateway: ScriptedGateway, asked: float, got: float
+) -> None:
+    assert (await accepted(client, gateway, temperature=asked)).sampling.temperature == got
+
+
+async def test_top_k_minus_one_is_off(client: httpx.AsyncClient, gateway: ScriptedGateway) -> None:
+    assert (await accepted(client, gateway, top_k=-1)).sampling.top_k == 0
+
+
+async def test_negative_seeds_are_folded(client: httpx.AsyncClient, gateway: ScriptedGateway) -> None:
+    assert (await accepted(client, gateway, seed=-1)).sampling.seed == 2**63 - 1
+
+
+async def test_ignore_eos_keeps_the_clients_own_stop_tokens(
+    client: httpx.AsyncClient, gateway: ScriptedGateway
+) -> None:
+    assert (await accepted(client, gateway, stop_token_ids=[5])).stop_token_ids == EOS | {5}
+    assert (await accepted(client, gateway, stop_token_ids=[5], ignore_eos=True)).stop_token_ids == {5}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("hello", [HELLO]),
+        ([3, 4], [(3, 4)]),
+        ([[3, 4]], [(3, 4)]),
+        (["hello"], [HELLO]),
+        ([[3], [4, 5]], [(3,), (4, 5)]),
+        (["hello", "hellohello"], [HELLO, HELLO * 2]),
+    ],
+)
+async def test_every_form_of_prompt(
+    client: httpx.AsyncClient, gateway: ScriptedGateway, prompt: Any, prompts: list[tuple[int, ...]]
+) -> None:
+    response = await complete(client, prompt=prompt)
+    assert [request.prompt for request in gateway.requests] == prompts
+    body = response.json()
+    assert [choice["index"] for choice in body["choices"]] == list(range(len(prompts)))
+    assert body["usage"]["prompt_tokens"] == sum(map(len, prompts))
+    assert len({request.request_id for request in gateway.requests}) == len(prompts)
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("prompt", ""),
+        ("prompt", []),
+        ("prompt", [[]]),
+        ("prompt", [""]),
+        ("prompt", None),
+        ("prompt", 5),
+        ("prompt", [1, "a"]),
+        ("prompt", ["a", "b", "c", "d"]),
+        ("prompt", [TOKENIZER.vocab_size]),
+        ("prompt", [-1]),
+        ("prompt", [1.5]),
+        ("prompt", [True]),
+        ("prompt", [0] * MAX_MODEL_LEN),
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", "5"),
+        ("max_tokens", 1.5),
+        ("max_tokens", True),
+        ("max_tokens", MAX_MODEL_LEN),
+        ("min_tokens", -1),
+        ("min_tokens", 3),
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("temperature", "1"),
+        ("temperature", [1]),
+        ("top_p", 0),
+        ("top_p", 1.01),
+        ("top_k", -2),
+        ("top_k", 10**6),
+        ("seed", 2**63),
+        ("seed", "x"),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1),
+        ("stop", 5),
+        ("stop", [5]),
+        ("stop", ""),
+        ("stop", ["a", "b", "c"]),
+        ("stop", "123456789"),
+        ("stop_token_ids", [TOKENIZER.vocab_size]),
+        ("stop_token_ids", [1, 2, 3]),
+        ("stop_token_ids", 4),
+        ("stream", "yes"),
+        ("stream_options", {"include_usage": True}),
+        ("model", 7),
+        ("ignore_eos", 1),
+    ],
+)
+async def test_a_wrong_field_is_named(
+    client: httpx.AsyncClient, gateway: ScriptedGateway, param: str, value: Any
+) -> None:
+    error = await refused(client, **{param: value})
+    assert error["param"] == param
+    assert len(error["message"]) > 20
+    assert gateway.requests == []
+    assert (await complete(client)).status_code == 200
+
+
+UNSUPPORTED = {
+    "n": [2, 0, True, "1"],
+    "best_of": [2],
+    "echo": [True],
+    "suffix": ["x"],
+    "logprobs": [True, 0, 5],
+    "top_logprobs": [1],
+    "tools": [[{"type": "function"}]],
+    "response_format": [{"type": "json_object"}],
+    "presence_penalty": [0.5, -1],
+    "frequency_penalty": [0.5, False],
+    "logit_bias": [{"5": 1}],
+    "continue_final_message": [True],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in UNSUPPORTED.items() for v in values])
+async def test_what_is_not_served_is_refused(client: httpx.AsyncClient, field: str, value: Any) -> None:
+    error = await refused(client, **{field: value})
+    assert (error["param"], error["code"]) == (field, "unsupported_parameter")
+
+
+NEUTRAL = [
+    {"n": 1, "best_of": 1, "echo": False, "suffix": None, "logprobs": None},
+    {"logprobs": False, "top_logprobs": 0, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}},
+    {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "use_beam_search": False},
+    {"user": "me", "metadata": {"a": "b"}, "some_future_field": [1, {"x": None}]},
+]
+
+
+@pytest.mark.parametrize("fields", NEUTRAL)
+async def test_neutral_and_unknown_fields_pass(client: httpx.AsyncClient, fields: dict[str, Any]) -> None:
+    assert (await complete(client, **fields)).status_code == 200
+
+
+async def post_raw(client: httpx.AsyncClient, content: bytes, content_type: str = "application/json") -> httpx.Response:
+    return await client.post("/v1/completions", content=content, headers={"Content-Type": content_type})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"prompt": "\\ud800"}', b"[" * 3000, b'{"prompt": NaN'],
+)
+async def test_what_is_no_json_object_is_refused(client: httpx.AsyncClient, content: bytes) -> None:
+    response = await post_raw(client, content)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("field", ["temperature", "top_p", "repetition_penalty"])
+async def test_numbers_are_finite(client: httpx.AsyncClient, field: str, number: str) -> None:
+    response = await post_raw(client, f'{{"prompt": "x", "{field}": {number}}}'.encode())
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == field
+
+
+async def test_a_missing_prompt_is_named(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/completions", json={})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "prompt"
+
+
+async def test_another_model_is_404(client: httpx.AsyncClient) -> None:
+    response = await complete(client, model="gpt-9")
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "model_not_found"
+    assert "tiny" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("content_type", ["", "text/plain", "application/x-www-form-urlencoded"])
+async def test_the_content_type_must_be_json(client: httpx.AsyncClient, content_type: str) -> None:
+    response = await post_raw(client, b'{"prompt": "x"}', content_type)
+    assert response.status_code == 415
+    assert "application/json" in response.json()["error"]["message"]
+
+
+async def test_a_body_over_the_limit_is_refused(client: httpx.AsyncClient) -> None:
+    response = await complete(client, prompt="x" * 5000)
+    assert response.status_code == 413
+    assert "4096" in response.json()["error"]["message"]
+
+
+async def test_a_chunked_body_over_the_limit_is_refused_while_it_comes(client: httpx.AsyncClient) -> None:
+    sent = 0
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal sent
+        for _ in range(100):
+            sent += 1000
+            yield b"x" * 1000
+
+    response = await client.post("/v1/completions", content=body(), headers={"Content-Type": "application/json"})
+    assert response.status_code == 413
+    assert sent <= 6000
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nope", 404), ("GET", "/v1/completions", 405)])
+async def test_unknown_routes_have_the_openai_shape(
+    client: httpx.AsyncClient, method: str, path: str, status: int
+) -> None:
+    response = await client.request(method, path)
+    assert response.status_code == status
+    assert path in response.json()["error"]["message"]
+
+
+async def test_a_prompt_that_fills_the_context_says_how_much_is_too_much(client: httpx.AsyncClient) -> None:
+    error = await refused(client, prompt=[1] * 60, max_tokens=5)
+    assert error["code"] == "context_length_exceeded"
+    assert "room for 4" in error["message"]
+
+
+async def test_the_default_max_tokens_shrinks_to_the_context(
+    client: httpx.AsyncClient, gateway: ScriptedGateway
+) -> None:
+    await client.post("/v1/completions", json={"prompt": [1] * 60})
+    assert gateway.requests[-1].max_tokens == 4
+
+
+async def chat(client: httpx.AsyncClient, messages: Any, **fields: Any) -> httpx.Response:
+    return await client.post("/v1/chat/completions", json={"messages": messages, **fields})
+
+
+async def test_a_chat_goes_through_the_template_and_fills_the_context(
+    client: httpx.AsyncClient, gateway: ScriptedGateway
+) -> None:
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    messages = [{"role": "developer", "content": "hi"}, {"role": "user", "content": parts}]
+    response = await chat(client, messages)
+    assert response.status_code == 200, response.text
+    request = gateway.requests[-1]
+    assert TOKENIZER.decode(request.prompt) == (
+        "<|im_start|>system\nhi<|im_end|>\n<|im_start|>user\nhel\nlo<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert request.max_tokens == MAX_MODEL_LEN - len(request.prompt)
+
+
+async def test_max_completion_tokens_wins(client: httpx.AsyncClient, gateway: ScriptedGateway) -> None:
+    user = [{"role": "user", "content": "hi"}]
+    await chat(client, user, max_tokens=3)
+    await chat(client, user, max_tokens=3, max_completion_tokens=2)
+    assert [request.max_tokens for request in gateway.requests] == [3, 2]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        None,
+        "hi",
+        [{"role": "user"}],
+        [{"role": "user", "content": None}],
+        [{"role": "wizard", "content": "x"}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        [{"role": "user", "content": [{"type": "text"}]}],
+        ["hi"],
+    ],
+)
+async def test_bad_messages_are_refused(client: httpx.AsyncClient, messages: Any) -> None:
+    response = await chat(client, messages)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "messages"
+
+
+async def test_tokenize_and_detokenize_are_vllms(client: httpx.AsyncClient) -> None:
+    response = await client.post("/tokenize", json={"model": "tiny", "prompt": "hello", "return_token_strs": True})
+    body = response.json()
+    assert body["tokens"] == list(HELLO)
+    assert body["count"] == len(HELLO)
+    assert body["max_model_len"] == MAX_MODEL_LEN
+    assert "".join(body["token_strs"]) == "hello"
+    back = await client.post("/detokenize", json={"tokens": body["tokens"]})
+    assert back.json() == {"prompt": "hello"}
+
+
+async def test_tokenize_takes_messages(client: httpx.AsyncClient) -> None:
+    response = await client.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]})
+    text = await client.post("/detokenize", json={"tokens": response.json()["tokens"]})
+    assert text.json()["prompt"] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("body", [{}, {"prompt": "x", "messages": []}, {"prompt": 5}])
+async def test_tokenize_wants_one_of_prompt_and_messages(client: httpx.AsyncClient, body: dict[str, Any]) -> None:
+    assert (await client.post("/tokenize", json=body)).status_code == 400
+
+
+async def test_detokenize_checks_the_ids(client: httpx.AsyncClient) -> None:
+    response = await client.post("/detokenize", json={"tokens": [TOKENIZER.vocab_size]})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tokens"
+
+
+async def test_a_whole_completion_has_every_field(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/completions", json={"prompt": "hello", "max_tokens": len(HELLO)})
+    assert response.json() == {
+        "id": "cmpl-r0",
+        "object": "text_completion",
+        "created": 1_700_000_000,
+        "model": "tiny",
+        "choices": [{"index": 0, "text": "hello", "logprobs": None, "finish_reason": "length", "token_ids": None}],
+        "usage": {
+            "prompt_tokens": len(HELLO),
+            "completion_tokens": len(HELLO),
+            "total_tokens": 2 * len(HELLO),
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
+    }

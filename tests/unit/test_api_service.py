@@ -1,0 +1,153 @@
+"""Models, health, version, status and metrics."""
+
+import itertools
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from stand_ins import Script, ScriptedGateway, byte_level_tokenizer
+
+from cluster.api import ApiSettings, ChatTokenizer, create_app
+from cluster.api.cluster_metrics import render_status
+from cluster.gateway import Overloaded
+from scheduler.ids import RequestId
+
+TOKENIZER = ChatTokenizer(byte_level_tokenizer(["hello hello world"]))
+STATUS = {
+    "nodes": [
+        {
+            "node": "p0",
+            "role": "prefill",
+            "blocks": {"total": 10, "free": 7, "cached": 2, "held": 1},
+            "requests": {"waiting": 1, "running": 2},
+        },
+        {"node": "d0", "role": "decode", "blocks": {"total": 20, "free": 20}},
+    ],
+    "handoffs": {"active": 2, "completed": 30, "cancelled": 4, "failed": 1},
+    "counters": {"bytes_sent_total": 99, "retries": 3, "odd name!": 1, "running": 5, "note": "text"},
+}
+
+
+@pytest.fixture
+def gateway() -> ScriptedGateway:
+    return ScriptedGateway(lambda _: Script(itertools.repeat(5), cached_tokens=2), status_json=dict(STATUS))
+
+
+@pytest.fixture
+async def client(gateway: ScriptedGateway) -> AsyncIterator[httpx.AsyncClient]:
+    ids, ticks = itertools.count(), itertools.count()
+    app = create_app(
+        gateway,
+        TOKENIZER,
+        "org/tiny",
+        512,
+        frozenset({0}),
+        ApiSettings(status_timeout_s=0.05),
+        lambda: RequestId(f"r{next(ids)}"),
+        lambda: float(next(ticks)),
+        unix_time=lambda: 1_700_000_000.0,
+    )
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://api") as client:
+        yield client
+
+
+def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    found: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            key = (sample.name, tuple(sorted(sample.labels.items())))
+            assert key not in found, f"{key} is there twice"
+            found[key] = sample.value
+    return found
+
+
+async def test_the_model_is_listed(client: httpx.AsyncClient) -> None:
+    (card,) = (await client.get("/v1/models")).json()["data"]
+    assert (card["id"], card["object"], card["max_model_len"]) == ("org/tiny", "model", 512)
+    assert (await client.get("/v1/models/org/tiny")).json() == card
+    assert (await client.get("/v1/models/other")).status_code == 404
+
+
+async def test_health_follows_the_cluster(client: httpx.AsyncClient, gateway: ScriptedGateway) -> None:
+    assert (await client.get("/health")).status_code == 200
+    gateway.status_error = RuntimeError("no coordinator")
+    response = await client.get("/health")
+    assert response.status_code == 503
+    assert response.json()["error"]["type"] == "server_error"
+
+
+async def test_status_is_the_gateways(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/cluster/status")).json() == STATUS
+
+
+async def test_the_version_is_a_string(client: httpx.AsyncClient) -> None:
+    assert isinstance((await client.get("/version")).json()["version"], str)
+
+
+async def test_metrics_count_requests_and_tokens(client: httpx.AsyncClient, gateway: ScriptedGateway) -> None:
+    await client.post("/v1/completions", json={"prompt": [1, 2, 3], "max_tokens": 4})
+    await client.post("/v1/completions", json={"prompt": ""})
+    await client.get("/made/up/path")
+    gateway.script = lambda _: Script(error=Overloaded("full"))
+    await client.post("/v1/completions", json={"prompt": "x"})
+    found = samples((await client.get("/metrics")).text)
+    route = ("route", "/v1/completions")
+    assert found["prelay_http_requests_total", (route, ("status", "200"))] == 1
+    assert found["prelay_http_requests_total", (route, ("status", "400"))] == 1
+    assert found["prelay_http_requests_total", (route, ("status", "429"))] == 1
+    assert found["prelay_http_requests_total", (("route", "unknown"), ("status", "404"))] == 1
+    assert found["prelay_prompt_tokens_total", ()] == 3
+    assert found["prelay_generation_tokens_total", ()] == 4
+    assert found["prelay_cached_tokens_total", ()] == 2
+    assert found["prelay_time_to_first_token_seconds_count", ()] == 1
+    assert found["prelay_time_to_first_token_seconds_sum", ()] == 1
+    assert found["prelay_inter_token_seconds_count", ()] == 3
+    assert found["prelay_end_to_end_seconds_count", ()] == 1
+    assert found["prelay_finished_total", (("reason", "length"),)] == 1
+    assert found["prelay_finished_total", (("reason", "error"),)] == 1
+    assert found["prelay_running", ()] == 0
+
+
+async def test_metrics_show_the_cluster(client: httpx.AsyncClient) -> None:
+    found = samples((await client.get("/prometheus/metrics")).text)
+
+    def of_node(node: str, role: str, state: str) -> tuple[tuple[str, str], ...]:
+        return ("node", node), ("role", role), ("state", state)
+
+    assert found["prelay_up", ()] == 1
+    assert found["prelay_blocks", of_node("p0", "prefill", "held")] == 1
+    assert found["prelay_blocks", of_node("d0", "decode", "free")] == 20
+    assert found["prelay_requests", of_node("p0", "prefill", "running")] == 2
+    assert found["prelay_handoffs_total", (("outcome", "completed"),)] == 30
+    assert found["prelay_handoffs_active", ()] == 2
+    assert found["prelay_bytes_sent_total", ()] == 99
+    assert found["prelay_retries", ()] == 3
+    assert found["prelay_odd_name_", ()] == 1
+    assert found["prelay_running", ()] == 0
+    assert found["prelay_counter_running", ()] == 5
+
+
+async def test_metrics_outlive_the_cluster(client: httpx.AsyncClient, gateway: ScriptedGateway) -> None:
+    gateway.status_error = RuntimeError("no coordinator")
+    response = await client.get("/metrics")
+    assert response.status_code == 200
+    found = samples(response.text)
+    assert found["prelay_up", ()] == 0
+    assert ("prelay_generation_tokens_total", ()) in found
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        {},
+        {"nodes": None, "handoffs": None, "counters": None},
+        {"nodes": ["x", {}, {"node": "a", "blocks": 5}], "handoffs": [], "counters": 3},
+        {"nodes": [{"node": "a", "blocks": {"free": "many"}}, {"node": "a", "blocks": {"free": 1}}]},
+        {"counters": {"": 1, "x": 1, "x_total": 2, "up": 1, "X Y": 1, "X-Y": 2}},
+    ],
+)
+def test_an_odd_status_never_breaks_metrics(status: dict[str, Any]) -> None:
+    assert samples(render_status(status, frozenset()).decode())["prelay_up", ()] == 1
