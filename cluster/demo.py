@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -35,10 +36,10 @@ def _ask(client: Client, prompt: str, console: Console) -> Answer:
 
 
 def handoff_table(answers: list[Answer], status: dict[str, Any]) -> Table:
-    """One row an answer, joined with its handoff by the request's id."""
-    table = Table(title="Handoffs")
-    for column in ("prompt tokens", "cached", "blocks", "bytes", "lane", "GB/s", "TTFT ms", "ITL ms", "tokens"):
-        table.add_column(column, justify="right")
+    """One row an answer, joined with its handoff by the request's id. prompt, cached, answer: tokens."""
+    table = Table(title="Handoffs", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("prompt", "cached", "blocks", "bytes", "lane", "GB/s", "TTFT ms", "ITL ms", "answer"):
+        table.add_column(column, justify="right", no_wrap=True)
     for answer in answers:
         record = next((r for r in status["recent"] if answer.answer_id.endswith(r["request_id"])), None)
         if record is not None:

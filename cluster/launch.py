@@ -1,11 +1,13 @@
 """Start and stop an embedded cluster: Ray on this machine, the coordinator, the API and the nodes as its actors."""
 
+import logging
 import os
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
+import ray._private.services
 import structlog
 
 from cluster.api_actor import ApiActor
@@ -26,6 +28,13 @@ log = structlog.get_logger()
 OBJECT_STORE_BYTES = 80 << 20
 """Tokens and commands are small and travel inline; KV never goes through Ray."""
 STOP_TIMEOUT_S = 3.0
+LOOPBACK = "127.0.0.1"
+
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # The node processes inherit this: UCX's TCP lane must not listen on the outward interfaces.
+    "UCX_NET_DEVICES": "lo",
+}
 
 Progress = Callable[[str], None]
 
@@ -57,33 +66,44 @@ def launch(settings: Settings, model: ModelFolder, progress: Progress) -> Cluste
 
 
 def _start_ray(settings: Settings) -> None:
-    # Loopback only, as far as Ray lets itself be told; no usage report leaves the machine.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        num_cpus=1,
-        object_store_memory=OBJECT_STORE_BYTES,
-        resources={"prefill": settings.prefill.nodes, "decode": settings.decode.nodes},
-        log_to_driver=False,
-        logging_level="error",
-    )
+    """An embedded Ray that listens on loopback only and sends no usage report."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    with _loopback_stays_loopback():
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            _node_ip_address=LOOPBACK,
+            num_cpus=1,
+            object_store_memory=OBJECT_STORE_BYTES,
+            resources={"prefill": settings.prefill.nodes, "decode": settings.decode.nodes},
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+
+
+@contextmanager
+def _loopback_stays_loopback() -> Iterator[None]:
+    """Ray replaces 127.0.0.1 by the machine's outward address, and then listens on all of them. Keep it.
+
+    There is no public setting for this; a test lists the sockets, so a Ray that changes here is noticed.
+    """
+    resolve = ray._private.services.resolve_ip_for_localhost
+    ray._private.services.resolve_ip_for_localhost = lambda host: host
+    try:
+        yield
+    finally:
+        ray._private.services.resolve_ip_for_localhost = resolve
 
 
 def _launch_actors(settings: Settings, model: ModelFolder, progress: Progress) -> Cluster:
     limits = settings.limits
-    api = ray.remote(ApiActor).options(num_cpus=0).remote(limits)
-    coordinator = (
-        ray.remote(CoordinatorActor)
-        .options(num_cpus=0)
-        .remote(
-            settings.order,
-            DriverLimits(action_s=limits.action_s, handoff_s=limits.handoff_s),
-            limits.health_interval_s,
-            limits.health_timeout_s,
-        )
+    api = _actor(ApiActor).remote(limits)
+    coordinator = _actor(CoordinatorActor).remote(
+        settings.order,
+        DriverLimits(action_s=limits.action_s, handoff_s=limits.handoff_s),
+        limits.health_interval_s,
+        limits.health_timeout_s,
     )
     prefill = _node_actors(PrefillActor, "prefill", settings, settings.prefill, model)
     decode = _node_actors(DecodeActor, "decode", settings, settings.decode, model)
@@ -94,7 +114,7 @@ def _launch_actors(settings: Settings, model: ModelFolder, progress: Progress) -
     )
     _connect_pairs(prefill, decode, {info.node: info for info in infos}, limits.start_s)
     ray.get(coordinator.start.remote(api, prefill, decode), timeout=limits.start_s)
-    url = ray.get(
+    url: str = ray.get(
         api.start.remote(
             coordinator,
             str(model.path),
@@ -108,14 +128,20 @@ def _launch_actors(settings: Settings, model: ModelFolder, progress: Progress) -
     return Cluster(url, api, nodes)
 
 
+def _actor(actor: type, **options: Any) -> Any:
+    """Ray's decorator is typed for methods that it decorates itself; handles are untyped here."""
+    remote: Any = ray.remote(actor)
+    return remote.options(num_cpus=0, **options)
+
+
 def _node_actors(
     actor: type, role: str, settings: Settings, pool: PoolSettings, model: ModelFolder
 ) -> dict[NodeId, Any]:
-    handles = {}
+    handles: dict[NodeId, Any] = {}
     for index in range(pool.nodes):
         config = _node_config(NodeId(f"{role}-{index}"), settings, pool, model)
         gpus = 1 if settings.device.startswith("cuda") else 0
-        handles[config.node] = ray.remote(actor).options(num_cpus=0, num_gpus=gpus, resources={role: 1}).remote(config)
+        handles[config.node] = _actor(actor, num_gpus=gpus, resources={role: 1}).remote(config)
     return handles
 
 
@@ -159,7 +185,7 @@ def _max_model_len(nodes: dict[NodeId, Any], timeout_s: float) -> int:
     """The longest request that every node can hold."""
     statuses = ray.get([node.status.remote() for node in nodes.values()], timeout=timeout_s)
     devices = [status["device"] for status in statuses]
-    return min(min(d["max_model_len"], d["total_blocks"] * d["block_size"]) for d in devices)
+    return min(int(min(d["max_model_len"], d["total_blocks"] * d["block_size"])) for d in devices)
 
 
 def _settle(calls: Iterable[Any]) -> None:

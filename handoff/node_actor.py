@@ -52,8 +52,10 @@ class NodeActor(ABC, Generic[N]):
         self._api, self._coordinator = api, coordinator
         self._event_loop = asyncio.get_running_loop()
         structlog.contextvars.bind_contextvars(node=self._config.node)
-        self._node, pool = await asyncio.to_thread(self._build)
-        return await asyncio.to_thread(self._node.start, pool)
+        node, pool = await asyncio.to_thread(self._build)
+        info = await asyncio.to_thread(node.start, pool)
+        self._node = node
+        return info
 
     async def connect(self, peer: PeerInfo) -> None:
         """Raises IncompatiblePeer."""
