@@ -1,0 +1,83 @@
+"""Which lane UCX chose for an endpoint, asked from UCX itself, and what to tell the user about it."""
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from handoff.transports.ucx_env import NEEDED_FOR_SHARED_MEMORY
+
+_FIELD_TRANSPORTS = 1 << 3  # UCP_EP_ATTR_FIELD_TRANSPORTS
+_MAX_LANES = 32
+_SHARED_MEMORY = ("posix", "sysv", "xpmem")
+_NO_BULK = ("self", "cuda_copy")
+
+
+class _Lane(ctypes.Structure):  # ucp_transport_entry_t
+    _fields_ = (("transport", ctypes.c_char_p), ("device", ctypes.c_char_p))
+
+
+class _Lanes(ctypes.Structure):  # ucp_transports_t
+    _fields_ = (
+        ("entries", ctypes.POINTER(_Lane)),
+        ("num_entries", ctypes.c_uint),
+        ("entry_size", ctypes.c_size_t),
+    )
+
+
+class _EndpointAttributes(ctypes.Structure):  # ucp_ep_attr_t
+    _fields_ = (
+        ("field_mask", ctypes.c_uint64),
+        ("name", ctypes.c_char * 32),
+        ("local", ctypes.c_char * 128),
+        ("remote", ctypes.c_char * 128),
+        ("lanes", _Lanes),
+    )
+
+
+def endpoint_transports(endpoint: int) -> list[str]:
+    """UCX's names of the transports of an endpoint (a `ucp_ep_h`), e.g. ["sysv", "posix", "cma"]; [] if unknown.
+
+    ucxx doesn't expose the query; UCX is already loaded, so this finds the same library.
+    """
+    entries = (_Lane * _MAX_LANES)()
+    attributes = _EndpointAttributes(field_mask=_FIELD_TRANSPORTS)
+    attributes.lanes.entries = entries
+    attributes.lanes.num_entries = _MAX_LANES
+    attributes.lanes.entry_size = ctypes.sizeof(_Lane)
+    query = ctypes.CDLL("libucp.so.0").ucp_ep_query
+    query.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    query.restype = ctypes.c_int
+    if query(endpoint, ctypes.byref(attributes)) != 0:
+        return []
+    return [entries[i].transport.decode() for i in range(attributes.lanes.num_entries)]
+
+
+def lane_name(transports: Sequence[str]) -> str:
+    """One name for what carries bulk bytes: "shm+cma", "shm", "rc_mlx5", "tcp", ...; TCP counts only when alone."""
+    names: list[str] = []
+    for transport in transports:
+        name = "shm" if transport in _SHARED_MEMORY else transport
+        if name not in names and name not in _NO_BULK:
+            names.append(name)
+    fast = [name for name in names if name != "tcp"]
+    return "+".join(fast or names) or "unknown"
+
+
+def lane_warning(lane: str, same_host: bool, environ: Mapping[str, str]) -> str | None:
+    """A sentence for the user when two nodes on one machine are joined by TCP."""
+    if not same_host or lane != "tcp":
+        return None
+    problem = "Both nodes are on this machine, yet UCX joins them by TCP, which is about ten times slower than"
+    tls = environ.get("UCX_TLS")
+    if tls is not None and "shm" not in tls and "all" not in tls:
+        return f"{problem} shared memory: UCX_TLS={tls} leaves shared memory out. Unset it, or add shm."
+    off = [name for name in NEEDED_FOR_SHARED_MEMORY if environ.get(name, "n").lower() in ("n", "no", "0")]
+    if len(off) == len(NEEDED_FOR_SHARED_MEMORY):
+        return f"{problem} shared memory: {' and '.join(off)} are off. Unset them, or set them to y."
+    return f"{problem} shared memory: the two processes can't share it (containers with separate IPC namespaces?)."
+
+
+def host_identity() -> bytes:
+    """16 bytes that are equal in all processes of one running machine."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    return bytes.fromhex(boot.strip().replace("-", ""))

@@ -1,0 +1,140 @@
+"""What UCX transports say to each other beneath messages and pieces: tags, addresses and hellos. Pure.
+
+UCX matches tags per worker, not per endpoint, so a tag says for whom it is:
+
+    bit 63      frame: a message or a hello; clear for pieces
+    bit 62      hello
+    bits 32-61  number: the receiver's number for this connection (0 in hellos)
+    bits 0-31   channel (0 in frames)
+
+The receiver gives each connection a number of its own that it never uses again, and tells it in a hello. So a
+number names the peer, and what is still under way from a connection that was given up matches nothing.
+
+    A: Hello(number=a, seen=0)  ->                                     connect at A
+                                <-  B: Hello(number=b, seen=0)         connect at B
+    A: Hello(number=a, seen=b)  ->  B is open: it sends to number a
+                                <-  B: Hello(number=b, seen=a)         A is open: it sends to number b
+
+A side opens only by a hello that has seen its current number: an older one may name a number that the peer has
+given up since. An open side never moves on to another number by itself: a peer that says hello with a newer number
+has given up this connection, so it's over for both, and waits for this side's own `connect`.
+"""
+
+import struct
+from dataclasses import dataclass
+from enum import Enum, auto
+
+FRAME_BIT = 1 << 63
+HELLO_BIT = 1 << 62
+NUMBER_SHIFT = 32
+NUMBER_BITS = 30
+NUMBER_MASK = ((1 << NUMBER_BITS) - 1) << NUMBER_SHIFT
+HELLO_TAG = FRAME_BIT | HELLO_BIT
+
+IDENTITY_BYTES = 8
+HOST_BYTES = 16
+_ADDRESS = struct.Struct(f"<4s{IDENTITY_BYTES}s{HOST_BYTES}s")
+_HELLO = struct.Struct(f"<4s{IDENTITY_BYTES}sII")
+_ADDRESS_MAGIC = b"PLA1"
+_HELLO_MAGIC = b"PLH1"
+HELLO_BYTES = _HELLO.size
+
+
+def piece_tag(number: int, channel: int) -> int:
+    return number << NUMBER_SHIFT | channel
+
+
+def message_tag(number: int) -> int:
+    return FRAME_BIT | number << NUMBER_SHIFT
+
+
+def number_of(tag: int) -> int:
+    return (tag & NUMBER_MASK) >> NUMBER_SHIFT
+
+
+def next_number(number: int) -> int:
+    """The number after `number`; never 0."""
+    return number % ((1 << NUMBER_BITS) - 1) + 1
+
+
+def is_newer(number: int, than: int) -> bool:
+    """Numbers grow and start again at 1: the shorter way round decides."""
+    return 0 < (number - than) % (1 << NUMBER_BITS) < 1 << (NUMBER_BITS - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """identity: random, one per started transport. host: equal on one running machine. worker: UCX's address."""
+
+    identity: bytes
+    host: bytes
+    worker: bytes
+
+    def pack(self) -> bytes:
+        return _ADDRESS.pack(_ADDRESS_MAGIC, self.identity, self.host) + self.worker
+
+    @staticmethod
+    def unpack(data: bytes) -> "Address":
+        """Raises ValueError when the bytes are no address of this version."""
+        if len(data) <= _ADDRESS.size or data[:4] != _ADDRESS_MAGIC:
+            raise ValueError("not an address of a UCX transport of this version of Prelay")
+        _, identity, host = _ADDRESS.unpack_from(data)
+        return Address(identity, host, data[_ADDRESS.size :])
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """identity: the sender's. number: to be used towards the sender. seen: the receiver's number, 0 if unknown."""
+
+    identity: bytes
+    number: int
+    seen: int
+
+    def pack(self) -> bytes:
+        return _HELLO.pack(_HELLO_MAGIC, self.identity, self.number, self.seen)
+
+    @staticmethod
+    def unpack(data: bytes) -> "Hello":
+        """Raises ValueError when the bytes are no hello of this version."""
+        if len(data) != _HELLO.size or data[:4] != _HELLO_MAGIC:
+            raise ValueError("not a hello of a UCX transport of this version of Prelay")
+        _, identity, number, seen = _HELLO.unpack(data)
+        return Hello(identity, number, seen)
+
+
+class Heed(Enum):
+    """What a hello asks of the side that got it. ANSWER and OPEN_AND_ANSWER: say hello with the number it names."""
+
+    IGNORE = auto()
+    ANSWER = auto()
+    OPEN = auto()
+    OPEN_AND_ANSWER = auto()
+    SUPERSEDED = auto()
+
+
+class Pairing:
+    """Two numbers that belong together: ours, and the peer's once a hello has opened this side."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.peer_number: int | None = None
+        self._answered: int | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self.peer_number is not None
+
+    def heed(self, hello: Hello) -> Heed:
+        """Take a hello of the peer into account."""
+        newer = self._answered is None or is_newer(hello.number, self._answered)
+        if newer and self.is_open:
+            return Heed.SUPERSEDED
+        if not newer and hello.number != self._answered:
+            return Heed.IGNORE
+        opens = hello.seen == self.number and not self.is_open
+        if opens:
+            self.peer_number = hello.number
+        self._answered = hello.number
+        if newer:
+            return Heed.OPEN_AND_ANSWER if opens else Heed.ANSWER
+        return Heed.OPEN if opens else Heed.IGNORE

@@ -1,0 +1,311 @@
+"""UCX context, worker and endpoints: peers, messages, pieces. Made, used and closed on one thread.
+
+`ucx_wire` says how peers are told apart. `UcxTransport` owns the thread and calls, in a loop: the callers'
+commands, `progress`, again the commands, `serve`.
+"""
+
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Sequence
+from logging import INFO, WARNING
+from typing import Any
+
+import numpy as np
+import structlog
+from ucxx._lib.arr import Array
+from ucxx._lib.libucxx import UCXAddress, UCXContext, UCXEndpoint, UCXError, UCXWorker, UCXXTag, UCXXTagMask
+
+from handoff.transports.base import Done, Link, OnMessage, PeerLost, Piece
+from handoff.transports.pieces import run_callback
+from handoff.transports.ucx_links import endpoint_transports, host_identity, lane_name, lane_warning
+from handoff.transports.ucx_peer import Transfer, UcxPeer
+from handoff.transports.ucx_pool import span_maker
+from handoff.transports.ucx_wire import (
+    FRAME_BIT,
+    HELLO_TAG,
+    IDENTITY_BYTES,
+    NUMBER_BITS,
+    NUMBER_MASK,
+    Address,
+    Heed,
+    Hello,
+    next_number,
+    number_of,
+    piece_tag,
+)
+
+log = structlog.get_logger()
+
+CLOSE_PERIOD_NS = 1_000_000_000
+CLOSE_ATTEMPTS = 2
+"""How long closing an endpoint may take: period times attempts. It takes milliseconds, also with a dead peer."""
+QUIET_TIMEOUT_S = 2.0
+"""How long giving up a peer waits for UCX to let go of its memory before it goes on with other work."""
+EARLY_HELLOS = 1024
+"""Hellos kept from transports that this node hasn't connected to yet; the oldest go first."""
+RETIRED_NUMBERS = 256
+"""Numbers of given-up connections whose late pieces are still looked for."""
+EAGER_BYTES = 8192
+"""Late pieces up to this size lie in UCX's memory; longer ones are only announced, and stay with the sender."""
+
+_FRAMES = (UCXXTag(FRAME_BIT), UCXXTagMask(FRAME_BIT))
+_PIECES_OF_NUMBER = UCXXTagMask(FRAME_BIT | NUMBER_MASK)
+
+
+class UcxWorker:
+    """See the module's docstring. Raises UCXError when UCX can't start."""
+
+    def __init__(self, pool: Any, on_message: OnMessage) -> None:
+        self._worker = UCXWorker(UCXContext())
+        self._worker.init_blocking_progress_mode()
+        self._span = span_maker(pool)
+        self._on_message = on_message
+        self._own = Address(secrets.token_bytes(IDENTITY_BYTES), host_identity(), self._worker.address.tobytes())
+        self._number = secrets.randbits(NUMBER_BITS - 1)
+        self._peers: dict[str, UcxPeer] = {}
+        self._by_number: dict[int, UcxPeer] = {}
+        self._by_identity: dict[bytes, UcxPeer] = {}
+        self._early_hellos: dict[bytes, Hello] = {}
+        self._retired: deque[int] = deque(maxlen=RETIRED_NUMBERS)
+        self._hellos: deque[tuple[Any, Any]] = deque()
+        self._unsettled: list[tuple[Any, Any]] = []
+        self._lingering: list[Transfer] = []
+        self.links: dict[str, Link] = {}
+        """Replaced, never changed in place: other threads read it."""
+
+    @property
+    def address(self) -> bytes:
+        return self._own.pack()
+
+    @property
+    def event_fd(self) -> int:
+        """Readable when there's something to progress, once `arm` has returned True."""
+        return int(self._worker.epoll_file_descriptor)
+
+    @property
+    def busy(self) -> bool:
+        """Something waits for a peer or for UCX."""
+        return bool(self._lingering or self._hellos) or any(peer.busy for peer in self._peers.values())
+
+    def arm(self) -> bool:
+        return bool(self._worker.arm())
+
+    def progress(self) -> bool:
+        """Let UCX work; True if it did."""
+        if not self._worker.progress_once():
+            return False
+        self._worker.progress()
+        return True
+
+    def connect(self, name: str, address: Address) -> None:
+        self.disconnect(name)
+        renamed = self._by_identity.get(address.identity)
+        if renamed is not None:
+            self.disconnect(renamed.name)
+        self._sweep()
+        try:
+            remote = UCXAddress.create_from_buffer(address.worker)
+            endpoint = UCXEndpoint.create_from_worker_address(self._worker, remote, True)
+        except (UCXError, ValueError) as error:
+            log.warning("ucx can't reach the peer", peer=name, error=str(error))
+            return
+        self._number = next_number(self._number)
+        peer = UcxPeer(name, address, self._number, endpoint, address.host == self._own.host)
+        self._peers[name] = self._by_number[self._number] = self._by_identity[peer.identity] = peer
+        early = self._early_hellos.pop(peer.identity, None)
+        if early is None:
+            self._say_hello(peer, seen=0)
+        else:
+            self._heed(peer, early)
+
+    def disconnect(self, name: str) -> None:
+        peer = self._peers.get(name)
+        if peer is not None:
+            self._lose(peer, f"{name} was disconnected")
+
+    def send_message(self, name: str, frame: bytes) -> None:
+        peer = self._peers.get(name)
+        if peer is None:
+            log.warning("message dropped: its peer is not connected", peer=name, length=len(frame))
+            return
+        peer.send_message(frame)
+        if peer.overrun:
+            self._lose(peer, f"{name} takes no messages")
+
+    def post_send(self, name: str, channel: int, pieces: Sequence[Piece], done: Done) -> None:
+        peer = self._peers.get(name)
+        if peer is None:
+            run_callback(done, _not_connected(name))
+            return
+
+        def post(piece: Piece) -> Any:
+            # The peer's number is known: transfers advance only after its hello.
+            tag = piece_tag(peer.pairing.peer_number or 0, channel)
+            return peer.endpoint.tag_send(self._span(piece), UCXXTag(tag))
+
+        peer.sends.append(Transfer(pieces, post, done))
+
+    def post_receive(self, name: str, channel: int, pieces: Sequence[Piece], done: Done) -> None:
+        peer = self._peers.get(name)
+        if peer is None:
+            run_callback(done, _not_connected(name))
+            return
+        endpoint, tag = peer.endpoint, UCXXTag(piece_tag(peer.pairing.number, channel))
+        peer.receives.append(Transfer(pieces, lambda piece: endpoint.tag_recv(self._span(piece), tag), done))
+
+    def serve(self) -> bool:
+        """Take what has arrived, move every operation on, run callbacks. True if anything changed."""
+        changed = self._take_frames()
+        while self._hellos and self._hellos[0][0].completed:
+            self._take_hello(self._hellos.popleft()[1].tobytes())
+        for peer in list(self._peers.values()):
+            if self._peers.get(peer.name) is peer:
+                changed |= self._serve_peer(peer)
+        if self._lingering:
+            self._lingering = _finish_ended(self._lingering)
+        return changed
+
+    def tick(self) -> None:
+        """Housekeeping, at least once a second or so: dead endpoints, late pieces, buffers of old messages."""
+        for peer in list(self._peers.values()):
+            if not peer.endpoint.alive:
+                self._lose(peer, f"the connection to {peer.name} has ended")
+        self._unsettled = [(request, buffer) for request, buffer in self._unsettled if not request.completed]
+        self._sweep()
+
+    def close(self) -> None:
+        """Give up all peers, then UCX itself: after that nothing can touch the pool, so all callbacks run."""
+        for peer in list(self._peers.values()):
+            self._lose(peer, "the transport was closed")
+        lingering, self._lingering = self._lingering, []
+        for transfer in lingering:
+            transfer.release()
+        del self._worker
+        # Only now: UCX may have used these buffers until its worker was gone.
+        self._unsettled.clear()
+        self._hellos.clear()
+        for transfer in lingering:
+            transfer.finish()
+
+    def _serve_peer(self, peer: UcxPeer) -> bool:
+        try:
+            for frame in peer.arrived():
+                self._deliver(peer.name, frame)
+            changed = peer.advance()
+        except UCXError as error:
+            self._lose(peer, f"the connection to {peer.name} failed: {error}")
+            return True
+        if peer.failed and not peer.endpoint.alive:
+            self._lose(peer, f"the connection to {peer.name} has ended")
+            return True
+        for transfer in peer.take_ended():
+            transfer.finish()
+        return changed
+
+    def _deliver(self, name: str, frame: bytes) -> None:
+        try:
+            self._on_message(name, frame)
+        except Exception:
+            log.exception("the message callback raised", peer=name)
+
+    def _take_frames(self) -> bool:
+        taken = False
+        while (probe := self._worker.tag_probe(*_FRAMES, remove=True)).matched:
+            taken = True
+            tag = probe.sender_tag.value
+            peer = self._by_number.get(number_of(tag))
+            if tag != HELLO_TAG and peer is not None:
+                peer.expect(probe)
+            else:
+                self._take_apart(probe, self._hellos if tag == HELLO_TAG else self._unsettled)
+        return taken
+
+    def _take_apart(self, probe: Any, requests: Any) -> None:
+        """Receive what belongs to no connection into a buffer of its own, kept in `requests`."""
+        buffer = np.empty(max(probe.length, 1), np.uint8)
+        request = self._worker.tag_recv_with_handle(Array(buffer[: probe.length]), probe)
+        requests.append((request, buffer))
+
+    def _take_hello(self, data: bytes) -> None:
+        try:
+            hello = Hello.unpack(data)
+        except ValueError as error:
+            log.warning("hello dropped", error=str(error))
+            return
+        peer = self._by_identity.get(hello.identity)
+        if peer is None:
+            self._keep_hello(hello)
+        else:
+            self._heed(peer, hello)
+
+    def _keep_hello(self, hello: Hello) -> None:
+        self._early_hellos.pop(hello.identity, None)
+        self._early_hellos[hello.identity] = hello
+        if len(self._early_hellos) > EARLY_HELLOS:
+            self._early_hellos.pop(next(iter(self._early_hellos)))
+
+    def _heed(self, peer: UcxPeer, hello: Hello) -> None:
+        heed = peer.pairing.heed(hello)
+        if heed is Heed.SUPERSEDED:
+            self._lose(peer, f"{peer.name} has given up this connection and connected anew")
+            self._keep_hello(hello)
+        if heed in (Heed.OPEN, Heed.OPEN_AND_ANSWER):
+            self._note_link(peer)
+        if heed in (Heed.ANSWER, Heed.OPEN_AND_ANSWER):
+            self._say_hello(peer, seen=hello.number)
+
+    def _say_hello(self, peer: UcxPeer, seen: int) -> None:
+        hello = Hello(self._own.identity, peer.pairing.number, seen)
+        try:
+            peer.send_now(hello.pack(), HELLO_TAG)
+        except UCXError as error:
+            self._lose(peer, f"the connection to {peer.name} failed: {error}")
+
+    def _note_link(self, peer: UcxPeer) -> None:
+        lane = lane_name(endpoint_transports(peer.endpoint.handle))
+        link = Link(peer.name, lane, lane_warning(lane, peer.same_host, os.environ))
+        if self.links.get(peer.name) != link:
+            log.log(WARNING if link.warning else INFO, "link", peer=peer.name, lane=lane, warning=link.warning)
+        self.links = {**self.links, peer.name: link}
+
+    def _lose(self, peer: UcxPeer, reason: str) -> None:
+        """Give the peer up. Its transfers end when UCX has let go of their memory, which closing brings about."""
+        number = peer.pairing.number
+        del self._peers[peer.name], self._by_number[number], self._by_identity[peer.identity]
+        self.links = {name: link for name, link in self.links.items() if name != peer.name}
+        self._retired.append(number)
+        pending = peer.abandon(PeerLost(reason))
+        try:
+            peer.endpoint.close_blocking(CLOSE_PERIOD_NS, CLOSE_ATTEMPTS)
+        except UCXError as error:
+            log.warning("closing an endpoint failed", peer=peer.name, error=str(error))
+        deadline = time.monotonic() + QUIET_TIMEOUT_S
+        while (pending := _finish_ended(pending)) and time.monotonic() < deadline:
+            self._worker.progress()
+        if pending:
+            log.error("ucx still holds memory of a lost peer", peer=peer.name, transfers=len(pending))
+        self._lingering += pending
+        self._unsettled += peer.unsettled()
+
+    def _sweep(self) -> None:
+        """Drop late pieces of given-up connections, which would stay in UCX's memory for ever."""
+        for number in self._retired:
+            tag = UCXXTag(piece_tag(number, 0))
+            while (late := self._worker.tag_probe(tag, _PIECES_OF_NUMBER)).matched and late.length <= EAGER_BYTES:
+                self._take_apart(self._worker.tag_probe(tag, _PIECES_OF_NUMBER, remove=True), self._unsettled)
+
+
+def _not_connected(name: str) -> PeerLost:
+    return PeerLost(f"{name} is not connected")
+
+
+def _finish_ended(transfers: list[Transfer]) -> list[Transfer]:
+    """Collect and finish those that have ended; returns the others."""
+    for transfer in transfers:
+        transfer.advance()
+    for transfer in transfers:
+        if transfer.ended:
+            transfer.finish()
+    return [transfer for transfer in transfers if not transfer.ended]

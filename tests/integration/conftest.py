@@ -1,0 +1,43 @@
+"""The real model and real servers, shared by the tests that use them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from reference import answers, prompts
+from served import Served, serve
+
+from device.models import default_home, resolve_model
+
+ANSWER_TOKENS = 64
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> Path:
+    """SmolLM2, fetched into the user's cache the first time."""
+    return resolve_model("smollm2", default_home(), print).path
+
+
+@pytest.fixture(scope="session")
+def server_home(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    """A home of the tests' own that shares the model cache."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "models").symlink_to(default_home() / "models")
+    return home
+
+
+@pytest.fixture(scope="session")
+def questions(model_folder: Path) -> list[tuple[int, ...]]:
+    return prompts(model_folder)
+
+
+@pytest.fixture(scope="session")
+def expected(model_folder: Path, questions: list[tuple[int, ...]]) -> list[list[int]]:
+    return answers(model_folder, questions, ANSWER_TOKENS)
+
+
+@pytest.fixture(scope="session")
+def pair(server_home: Path) -> Iterator[Served]:
+    """One prefill and one decode node, fp32, destination first."""
+    with serve(server_home, {"dtype": "fp32"}) as served:
+        yield served

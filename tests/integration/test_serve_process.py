@@ -1,0 +1,138 @@
+"""The command as an operator sees it: sockets, stopping, status, chat, what stays behind."""
+
+import ipaddress
+import json
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from served import Served, environment, prelay, serve, stop, wait_until
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def shared_memory_files() -> set[str]:
+    return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
+
+
+def test_nothing_listens_beyond_loopback(pair: Served) -> None:
+    listening = [
+        (process.name(), connection.laddr.ip, connection.laddr.port)
+        for process in pair.family()
+        for connection in process.net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN or (connection.type == socket.SOCK_DGRAM and not connection.raddr)
+    ]
+    assert listening
+    assert [item for item in listening if not _is_loopback(item[1])] == []
+
+
+def _is_loopback(address: str) -> bool:
+    parsed = ipaddress.ip_address(address)
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return (mapped or parsed).is_loopback
+
+
+def test_status_names_devices_links_and_blocks(pair: Served) -> None:
+    document = json.loads(pair.command("status", "--json"))
+    assert {node["role"] for node in document["nodes"]} == {"prefill", "decode"}
+    for node in document["nodes"]:
+        assert node["device"]["attention"]
+        assert node["device"]["dtype"] == "fp32"
+        assert [link["warning"] for link in node["links"]] == [None]
+    table = pair.command("status")
+    assert "prefill-0" in table
+    assert "decode-0" in table
+
+
+def test_chat_answers_a_line(pair: Served) -> None:
+    result = subprocess.run(
+        [prelay(), "chat", "--max-tokens", "16", "--temperature", "0"],
+        input="What is the capital of France?\n\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment(pair.home),
+        check=True,
+    )
+    assert "Paris" in result.stdout
+
+
+def test_commands_without_a_server_say_what_to_do(tmp_path: Path) -> None:
+    for command in ("status", "chat"):
+        result = subprocess.run(
+            [prelay(), command], capture_output=True, text=True, timeout=60, env=environment(tmp_path), check=False
+        )
+        assert result.returncode == 1
+        assert "prelay serve" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prefill", "0"], "prefill.nodes"),
+        (["--dtype", "int3"], "dtype"),
+        (["--config", "missing.yaml"], "missing.yaml"),
+        (["--model", "./no-such-folder"], "no-such-folder"),
+    ],
+)
+def test_wrong_settings_are_refused_in_one_sentence(tmp_path: Path, arguments: list[str], words: str) -> None:
+    result = subprocess.run(
+        [prelay(), "serve", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment(tmp_path),
+        cwd=tmp_path,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert words in result.stderr.replace("\n", "")
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_it_stops_within_five_seconds_and_leaves_nothing(server_home: Path, how: signal.Signals) -> None:
+    before = shared_memory_files()
+    with serve(server_home, {}) as served:
+        port = int(served.url.rsplit(":", 1)[1])
+        with httpx.stream(
+            "POST",
+            f"{served.url}/v1/completions",
+            json={"model": "smollm2", "prompt": "Once", "max_tokens": 2000, "stream": True, "ignore_eos": True},
+            timeout=60,
+            trust_env=False,
+        ) as response:
+            next(response.iter_bytes())
+            family = served.family()
+            started = time.monotonic()
+            served.process.send_signal(how)
+            served.process.wait(20)
+            assert time.monotonic() - started < 5
+        assert served.process.returncode == 0
+        wait_until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), 5)
+        assert shared_memory_files() <= before
+        with socket.create_server(("127.0.0.1", port)):
+            pass
+        assert stop(served.process) < 1
+
+
+def test_a_taken_port_is_said_and_nothing_stays(server_home: Path) -> None:
+    before = {p.pid for p in psutil.process_iter() if "ray" in p.name()}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = subprocess.run(
+            [prelay(), "serve", "--port", str(taken.getsockname()[1])],
+            capture_output=True,
+            text=True,
+            timeout=180,
+            env=environment(server_home),
+            check=False,
+        )
+    assert result.returncode == 1
+    assert "--port" in result.stderr
+    assert "Traceback" not in result.stderr
+    wait_until(lambda: {p.pid for p in psutil.process_iter() if "ray" in p.name()} <= before, 10)
