@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from cluster.client import Answer, ApiFailed, Client
+from cluster.errors import LaunchFailed
 from cluster.running import NoServer, announce, find, withdraw
 from cluster.settings import Settings, SettingsError, load_settings
 from cluster.status_view import status_view
@@ -41,7 +42,7 @@ def main() -> None:
     try:
         check_packages()
         app()
-    except (SettingsError, ShadowedPackage, NoServer, ApiFailed) as error:
+    except (SettingsError, ShadowedPackage, LaunchFailed, NoServer, ApiFailed) as error:
         _fail(str(error))
 
 

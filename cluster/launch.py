@@ -9,9 +9,11 @@ from typing import Any
 import ray
 import ray._private.services
 import structlog
+from ray.exceptions import RayError, RayTaskError
 
 from cluster.api_actor import ApiActor
 from cluster.coordinator_actor import CoordinatorActor
+from cluster.errors import LaunchFailed
 from cluster.settings import PoolSettings, Settings
 from decode_node.actor import DecodeActor
 from device.models import ModelFolder
@@ -55,13 +57,17 @@ class Cluster:
 
 
 def launch(settings: Settings, model: ModelFolder, progress: Progress) -> Cluster:
-    """Start an embedded cluster. Whatever fails, nothing stays behind."""
+    """Start an embedded cluster. Raises LaunchFailed; whatever happens on the way, nothing stays behind."""
     progress("Starting Ray.")
-    _start_ray(settings)
     try:
+        _start_ray(settings)
         return _launch_actors(settings, model, progress)
-    except BaseException:
+    except BaseException as error:
         ray.shutdown()
+        if isinstance(error, RayTaskError):
+            raise LaunchFailed(str(error.cause)) from None
+        if isinstance(error, RayError):
+            raise LaunchFailed(str(error).splitlines()[0]) from error
         raise
 
 

@@ -103,6 +103,11 @@ def parse_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As settings name it."""
+    return next(name for name, known in DTYPES.items() if name != "auto" and known == dtype)
+
+
 def _read_config(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)

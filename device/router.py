@@ -12,7 +12,7 @@ from device.attention import AttentionBackend, attention_backend
 from device.batch import pack
 from device.errors import DeviceSetupError
 from device.kv_pool import KvGeometry, KvPool
-from device.loading import LoadedModel, load_model
+from device.loading import LoadedModel, dtype_name, load_model
 from device.plan_check import check_plan
 from device.sampler import NotFiniteError, draw_tokens
 from scheduler.contract import (
@@ -197,7 +197,7 @@ def _facts(name: str, attention: str, model: LoadedModel, pool: KvPool, position
         model_digest=model.digest,
         device=str(model.device),
         attention=attention,
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=dtype_name(model.dtype),
         layers=model.layers,
         kv_heads=model.kv_heads,
         head_dim=model.head_dim,

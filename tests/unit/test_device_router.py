@@ -69,7 +69,7 @@ def test_facts(router: SyncRouter) -> None:
     facts = router.facts()
     assert (facts.layers, facts.kv_heads, facts.head_dim, facts.vocab_size) == (2, 2, 4, 60)
     assert (facts.block_size, facts.total_blocks, facts.max_model_len) == (4, 12, 64)
-    assert (facts.model, facts.device, facts.attention, facts.dtype) == ("tiny", "cpu", "torch", "float32")
+    assert (facts.model, facts.device, facts.attention, facts.dtype) == ("tiny", "cpu", "torch", "fp32")
     assert facts.block_bytes == router.pool.block_bytes == router.pool.bytes_view().size // 12
     assert router.max_depth() == 1
 
@@ -177,7 +177,7 @@ def test_the_pool_is_sized_by_its_budget(folder: Path) -> None:
 @pytest.mark.parametrize("dtype", ["auto", "bf16"])
 def test_bf16_halves_the_blocks(folder: Path, dtype: str) -> None:
     router = build(folder, dtype=dtype)
-    assert router.facts().dtype == "bfloat16"
+    assert router.facts().dtype == "bf16"
     assert router.facts().block_bytes * 2 == build(folder).facts().block_bytes
     assert run(router, row([1, 2, 3], 0, [3]), row([5], 0, [2], "b", draws=False))[1] is None
 
