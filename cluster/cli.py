@@ -30,7 +30,9 @@ app = typer.Typer(
 out = Console()
 err = Console(stderr=True)
 
-ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML settings; see configs/serve.yaml.")]
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", help="A YAML file, or the name of a shipped one: serve.")
+]
 ModelOption = Annotated[
     str | None, typer.Option("--model", help="smollm2, a local folder, a .gguf file, or a Hugging Face id.")
 ]

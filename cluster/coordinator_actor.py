@@ -9,6 +9,7 @@ from typing import Any
 import structlog
 from ray.exceptions import RayActorError, RayTaskError
 
+from cluster.errors import NoNodeLeft
 from handoff.coordinator import Order
 from handoff.driver import Driver, DriverLimits, HandoffRecord
 from handoff.report import NodeReport
@@ -21,10 +22,6 @@ log = structlog.get_logger()
 
 RECENT_RECORDS = 256
 STATUS_TIMEOUT_S = 10.0
-
-
-class NoNodeLeft(RuntimeError):
-    """No node of a pool is alive."""
 
 
 class RayNodes:
@@ -95,6 +92,7 @@ class CoordinatorActor:
         statuses = await asyncio.gather(*(self._status_of(node) for node in nodes))
         return {
             "order": self._order.value,
+            "missing_roles": [role for role in self._pools if not self._alive(role)],
             "nodes": statuses,
             "handoffs": {
                 "active": driver.active,
@@ -110,11 +108,14 @@ class CoordinatorActor:
         return self._driver
 
     def _pick(self, role: str) -> NodeId:
-        alive = [node for node in self._pools[role] if node not in self._lost]
+        alive = self._alive(role)
         if not alive:
-            raise NoNodeLeft(f"no {role} node is alive")
+            raise NoNodeLeft(f"no {role} node is alive; restart the server")
         driver = self._running()
         return least_loaded(alive, {node: driver.load(node) for node in alive}, self._turn)
+
+    def _alive(self, role: str) -> list[NodeId]:
+        return [node for node in self._pools[role] if node not in self._lost]
 
     def _on_record(self, record: HandoffRecord) -> None:
         self._recent.append(record)

@@ -1,4 +1,8 @@
-"""Errors of the command line, by what its user does next."""
+"""Errors of the cluster as a whole."""
+
+
+class NoNodeLeft(RuntimeError):
+    """No node of a pool is alive, so nothing can be served."""
 
 
 class LaunchFailed(RuntimeError):

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 import structlog
+from ray.exceptions import RayTaskError
 
 from cluster.gateway import GatewayError, Overloaded, RequestRejected, ServiceFailed, TokenOutput
 from cluster.token_streams import TokenStreams
@@ -59,11 +60,14 @@ class RayGateway:
         task.add_done_callback(self._watchers.discard)
 
     async def _fail_unless_served(self, request_id: RequestId, serving: Awaitable[HandoffRecord]) -> None:
+        error: GatewayError | None
         try:
             error = failure_of(await serving)
+        except RayTaskError as failed:
+            error = ServiceFailed(f"the request could not be served: {failed.cause}")
         except Exception as lost:
             log.error("coordinator call failed", request_id=request_id, reason=str(lost))
-            error = ServiceFailed("the coordinator could not serve this request: try again")
+            error = ServiceFailed("the coordinator can't be reached: try again")
         if error is not None:
             self._streams.fail(request_id, error)
 

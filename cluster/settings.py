@@ -66,7 +66,10 @@ class Settings(_Model):
 
 
 def load_settings(path: Path | None, overrides: dict[str, object]) -> Settings:
-    """Settings from a YAML file and dotted overrides ("decode.nodes": 2). Raises SettingsError."""
+    """Settings from a YAML file and dotted overrides ("decode.nodes": 2). Raises SettingsError.
+
+    path: a file, or the bare name of a shipped one ("serve").
+    """
     values: dict[str, object] = {}
     if path is not None:
         values = _read(path)
@@ -80,6 +83,9 @@ def load_settings(path: Path | None, overrides: dict[str, object]) -> Settings:
 
 
 def _read(path: Path) -> dict[str, object]:
+    shipped = configs_folder() / f"{path}.yaml"
+    if not path.exists() and shipped.is_file():
+        path = shipped
     try:
         values = yaml.safe_load(path.read_text())
     except OSError as error:

@@ -2,8 +2,14 @@
 
 from typing import Any
 
+from rich import box
 from rich.console import Group
 from rich.table import Table
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+
 
 _STATES = ("total", "free", "cached", "held", "reserved", "active", "draining")
 
@@ -14,13 +20,13 @@ def status_view(status: dict[str, Any]) -> Group:
 
 
 def _nodes(status: dict[str, Any]) -> Table:
-    table = Table(title="Nodes: KV blocks and requests")
+    table = _table("Nodes: KV blocks and requests")
     table.add_column("node", no_wrap=True)
     for column in (*_STATES, "waiting", "running"):
         table.add_column(column, justify="right")
     for node in status["nodes"]:
         if "blocks" not in node:
-            table.add_row(node["node"], node.get("lost") or node.get("unreachable") or "unknown")
+            table.add_row(node["node"], "lost" if "lost" in node else "silent")
             continue
         table.add_row(
             node["node"],
@@ -32,18 +38,26 @@ def _nodes(status: dict[str, Any]) -> Table:
 
 
 def _devices(status: dict[str, Any]) -> Table:
-    table = Table(title="Devices")
-    columns = ("model", "device", "attention", "dtype", "max_model_len", "block_size", "block_bytes")
+    table = _table("Devices")
+    columns = {
+        "model": "model",
+        "device": "device",
+        "attention": "attention",
+        "dtype": "dtype",
+        "longest": "max_model_len",
+        "block": "block_size",
+        "bytes": "block_bytes",
+    }
     for column in ("node", *columns):
-        table.add_column(column.replace("_", " "))
+        table.add_column(column)
     for node in status["nodes"]:
         if "device" in node:
-            table.add_row(node["node"], *(str(node["device"][column]) for column in columns))
+            table.add_row(node["node"], *(str(node["device"][field]) for field in columns.values()))
     return table
 
 
 def _links(status: dict[str, Any]) -> Table:
-    table = Table(title="Links")
+    table = _table("Links")
     for column in ("node", "peer", "lane", "warning"):
         table.add_column(column)
     for node in status["nodes"]:
@@ -53,7 +67,7 @@ def _links(status: dict[str, Any]) -> Table:
 
 
 def _handoffs(status: dict[str, Any]) -> Table:
-    table = Table(title="Handoffs", caption=status.get("order"))
+    table = _table(f"Handoffs, {status['order'].replace('_', ' ')}")
     table.add_column("state")
     table.add_column("count", justify="right")
     for name, count in status["handoffs"].items():

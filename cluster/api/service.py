@@ -30,7 +30,9 @@ def service_router(context: ApiContext) -> APIRouter:
 
     @router.get("/health")
     async def health() -> dict[str, str]:
-        await _status(context)
+        missing = (await _status(context)).get("missing_roles") or []
+        if missing:
+            raise ApiError(503, f"No {' and no '.join(missing)} node is alive; restart the server.")
         return {"status": "ok"}
 
     @router.get("/version")

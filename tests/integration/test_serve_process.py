@@ -121,6 +121,25 @@ def test_it_stops_within_five_seconds_and_leaves_nothing(server_home: Path, how:
         assert stop(served.process) < 1
 
 
+def test_a_killed_decode_node_ends_its_requests_with_an_error(server_home: Path) -> None:
+    with serve(server_home, {"limits": {"health_interval_s": 0.5}}) as served:
+        request = {"model": "smollm2", "prompt": "Once", "max_tokens": 2000, "stream": True, "ignore_eos": True}
+        with httpx.stream(
+            "POST", f"{served.url}/v1/completions", json=request, timeout=30, trust_env=False
+        ) as response:
+            lines = response.iter_lines()
+            next(lines)
+            next(p for p in served.family() if "DecodeActo" in p.name()).kill()
+            rest = [line for line in lines if line]
+        assert "decode-0 was lost" in rest[-1]
+        assert httpx.get(f"{served.url}/health", timeout=30, trust_env=False).status_code == 503
+        answer = httpx.post(f"{served.url}/v1/completions", json={**request, "stream": False}, trust_env=False)
+        assert answer.status_code == 500
+        assert "decode node" in answer.json()["error"]["message"]
+        survivor = next(node for node in served.status()["nodes"] if "blocks" in node)
+        assert survivor["drained"]
+
+
 def test_a_taken_port_is_said_and_nothing_stays(server_home: Path) -> None:
     before = {p.pid for p in psutil.process_iter() if "ray" in p.name()}
     with socket.create_server(("127.0.0.1", 0)) as taken:

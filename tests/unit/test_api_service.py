@@ -71,6 +71,13 @@ async def test_the_model_is_listed(client: httpx.AsyncClient) -> None:
     assert (await client.get("/v1/models/other")).status_code == 404
 
 
+async def test_health_is_bad_while_a_pool_has_no_node(client: httpx.AsyncClient, gateway: ScriptedGateway) -> None:
+    gateway.status_json = {"missing_roles": ["decode"], "nodes": []}
+    response = await client.get("/health")
+    assert response.status_code == 503
+    assert "decode" in response.json()["error"]["message"]
+
+
 async def test_health_follows_the_cluster(client: httpx.AsyncClient, gateway: ScriptedGateway) -> None:
     assert (await client.get("/health")).status_code == 200
     gateway.status_error = RuntimeError("no coordinator")
