@@ -61,7 +61,7 @@ class CoordinatorActor:
         self._turn = 0
         self._driver: Driver | None = None
         self._api: Any = None
-        self._health: asyncio.Task[None] | None = None
+        self._watches: list[asyncio.Task[None]] = []
 
     async def start(self, api: Any, prefill: dict[NodeId, Any], decode: dict[NodeId, Any]) -> None:
         """Take over these nodes. api.fail is told of requests that can't go on."""
@@ -69,7 +69,8 @@ class CoordinatorActor:
         self._handles = {**prefill, **decode}
         self._pools = {"prefill": list(prefill), "decode": list(decode)}
         self._driver = Driver(RayNodes(self._handles), self._limits, time.monotonic, self._on_record, self._on_orphan)
-        self._health = asyncio.create_task(self._watch_nodes())
+        self._watches = [asyncio.create_task(self._ping_nodes())]
+        self._watches += [asyncio.create_task(self._wait_for_end(node)) for node in self._handles]
 
     async def serve(self, request: Request) -> HandoffRecord:
         """Route and hand over one request. Returns when it runs on its decode node, has ended, or failed."""
@@ -137,7 +138,16 @@ class CoordinatorActor:
         status: dict[str, Any] = await self._handles[node].status.remote()
         return status
 
-    async def _watch_nodes(self) -> None:
+    async def _wait_for_end(self, node: NodeId) -> None:
+        """A node that ends, or whose process dies, is noticed at once."""
+        try:
+            reason = await self._handles[node].ended.remote()
+        except (RayActorError, RayTaskError) as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        self._lose(node, reason)
+
+    async def _ping_nodes(self) -> None:
+        """A node that is alive and does not answer is noticed within the health interval and timeout."""
         while True:
             await asyncio.sleep(self._health_interval_s)
             alive = [node for node in self._handles if node not in self._lost]
@@ -154,6 +164,8 @@ class CoordinatorActor:
 
     def _lose(self, node: NodeId, reason: str) -> None:
         """A lost node gets no more requests; its peers give it up, so that their memory is quiet."""
+        if node in self._lost:
+            return
         log.error("node lost", node=node, reason=reason)
         self._lost[node] = reason
         for other, handle in self._handles.items():

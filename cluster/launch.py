@@ -5,8 +5,10 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
+from unittest.mock import patch
 
 import ray
+import ray._private.node
 import ray._private.services
 import structlog
 from ray.exceptions import RayError, RayTaskError
@@ -36,6 +38,21 @@ _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # The node processes inherit this: UCX's TCP lane must not listen on the outward interfaces.
     "UCX_NET_DEVICES": "lo",
+}
+
+# An idle cluster should cost next to nothing: these periodic jobs of Ray's serve its dashboard and its schedulers
+# of many tasks, neither of which is used here.
+_QUIET_RAY: dict[str, Any] = {
+    "event_stats": False,
+    "gcs_pull_resource_loads_period_milliseconds": 10_000,
+    "io_context_monitor_probe_interval_ms": 60_000,
+    "kill_idle_workers_interval_ms": 5000,
+    "memory_monitor_refresh_ms": 5000,
+    "metrics_report_interval_ms": 60_000,
+    "object_manager_timer_freq_ms": 1000,
+    "raylet_check_gc_period_milliseconds": 5000,
+    "raylet_report_resources_period_milliseconds": 1000,
+    "task_events_report_interval_ms": 0,
 }
 
 Progress = Callable[[str], None]
@@ -75,7 +92,7 @@ def _start_ray(settings: Settings) -> None:
     """An embedded Ray that listens on loopback only and sends no usage report."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    with _loopback_stays_loopback():
+    with _embedded_ray():
         ray.init(
             address="local",
             include_dashboard=False,
@@ -84,22 +101,24 @@ def _start_ray(settings: Settings) -> None:
             object_store_memory=OBJECT_STORE_BYTES,
             resources={"prefill": settings.prefill.nodes, "decode": settings.decode.nodes},
             log_to_driver=False,
+            _system_config=_QUIET_RAY,
             logging_level=logging.ERROR,
         )
 
 
 @contextmanager
-def _loopback_stays_loopback() -> Iterator[None]:
-    """Ray replaces 127.0.0.1 by the machine's outward address, and then listens on all of them. Keep it.
+def _embedded_ray() -> Iterator[None]:
+    """Two things that Ray has no public setting for, while it starts.
 
-    There is no public setting for this; a test lists the sockets, so a Ray that changes here is noticed.
+    It replaces 127.0.0.1 by the machine's outward address, and then listens on all of them: keep it. It starts a log
+    monitor, the busiest of its idle processes, to forward what we tell it not to forward: don't. Tests list the
+    sockets and the processes, so a Ray that changes here is noticed.
     """
-    resolve = ray._private.services.resolve_ip_for_localhost
-    ray._private.services.resolve_ip_for_localhost = lambda host: host
-    try:
+    with (
+        patch.object(ray._private.services, "resolve_ip_for_localhost", lambda host: host),
+        patch.object(ray._private.node.Node, "start_log_monitor", lambda node: None),
+    ):
         yield
-    finally:
-        ray._private.services.resolve_ip_for_localhost = resolve
 
 
 def _launch_actors(settings: Settings, model: ModelFolder, progress: Progress) -> Cluster:

@@ -38,7 +38,7 @@ class Limits(_Model):
     handoff_s: float = Field(600.0, gt=0, description="from routing to running on the decode node")
     token_s: float = Field(600.0, gt=0, description="the next token of a running request")
     start_s: float = Field(300.0, gt=0, description="start of all nodes, model loading included")
-    health_interval_s: float = Field(2.0, gt=0, description="between two looks at each node")
+    health_interval_s: float = Field(10.0, gt=0, description="between two looks whether each node answers")
     health_timeout_s: float = Field(30.0, gt=0, description="a node's answer before it counts as lost")
     max_body_bytes: int = Field(4 << 20, ge=1024)
 

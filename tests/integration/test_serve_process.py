@@ -13,6 +13,8 @@ import psutil
 import pytest
 from served import Served, environment, prelay, serve, stop, wait_until
 
+from benchmarks.idle import measure
+
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -29,6 +31,17 @@ def test_nothing_listens_beyond_loopback(pair: Served) -> None:
     ]
     assert listening
     assert [item for item in listening if not _is_loopback(item[1])] == []
+
+
+def test_no_log_monitor_runs(pair: Served) -> None:
+    commands = [" ".join(process.cmdline()) for process in pair.family()]
+    assert any("gcs_server" in command for command in commands)
+    assert [command for command in commands if "log_monitor" in command] == []
+
+
+def test_an_idle_cluster_does_not_spin(pair: Served) -> None:
+    """The measured figure is near 4 % of a core (benchmarks/idle.py); one spinning thread would be 100 %."""
+    assert sum(percent for _, percent in measure(pair.process.pid, 5.0)) < 30
 
 
 def _is_loopback(address: str) -> bool:
@@ -122,7 +135,7 @@ def test_it_stops_within_five_seconds_and_leaves_nothing(server_home: Path, how:
 
 
 def test_a_killed_decode_node_ends_its_requests_with_an_error(server_home: Path) -> None:
-    with serve(server_home, {"limits": {"health_interval_s": 0.5}}) as served:
+    with serve(server_home, {}) as served:
         request = {"model": "smollm2", "prompt": "Once", "max_tokens": 2000, "stream": True, "ignore_eos": True}
         with httpx.stream(
             "POST", f"{served.url}/v1/completions", json=request, timeout=30, trust_env=False
