@@ -261,8 +261,10 @@ def _acknowledge(handoff: Handoff, event: Acknowledged) -> Step:
     expected = event.outcome in _EXPECTED[action.kind]
     if action.kind in _CLEANUPS:
         # A side that can't be reached to cancel keeps its blocks until its inventory is reconciled.
-        reason = handoff.reason if expected else f"{action.kind.value}: {event.reason or event.outcome.value}"
-        return _finish_cleanup(replace(handoff, reason=reason))
+        if not expected:
+            reasons = (handoff.reason, f"{action.kind.value}: {event.reason or event.outcome.value}")
+            handoff = replace(handoff, reason="; ".join(filter(None, reasons)))
+        return _finish_cleanup(handoff)
     if handoff.phase in (Phase.CLEANING_UP, Phase.DONE):
         return handoff, ()
     if not expected:

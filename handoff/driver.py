@@ -90,6 +90,11 @@ class HandoffRecord:
     transfer: Landed | None
 
 
+@dataclass(frozen=True, slots=True)
+class _NodeLost:
+    node: NodeId
+
+
 @dataclass(slots=True)
 class _Drive:
     """One handoff under way. finished: set with the record once the handoff is over (the decode may go on)."""
@@ -100,7 +105,7 @@ class _Drive:
     handoff: Handoff
     started: float
     finished: "asyncio.Future[HandoffRecord]"
-    inbox: "asyncio.Queue[Event | DestinationFinished]" = field(default_factory=asyncio.Queue)
+    inbox: "asyncio.Queue[Event | DestinationFinished | _NodeLost]" = field(default_factory=asyncio.Queue)
     transfer: Landed | None = None
     cached_tokens: int = 0
     rejected: bool = False
@@ -143,8 +148,12 @@ class Driver:
         return counts
 
     def load(self, node: NodeId) -> int:
-        """Requests on a node, as far as this driver sent them there."""
-        return sum(1 for d in self._drives.values() if node in (d.source, d.destination))
+        """Requests on a node, as far as this driver sent them there. A source is rid of what was handed over."""
+        return sum(
+            1
+            for d in self._drives.values()
+            if node == d.destination or (node == d.source and d.handoff.phase is not Phase.DONE)
+        )
 
     async def hand_over(
         self, handoff_id: HandoffId, request: Request, source: NodeId, destination: NodeId, order: Order
@@ -191,9 +200,8 @@ class Driver:
     def on_node_lost(self, node: NodeId) -> None:
         """A node's process is gone: what it was part of has failed. A decode doesn't need its source any more."""
         for drive in self._drives.values():
-            handed_over = drive.handoff.phase is Phase.DONE
-            if node == drive.destination or (node == drive.source and not handed_over):
-                drive.inbox.put_nowait(Failed(f"{node} was lost"))
+            if node in (drive.source, drive.destination):
+                drive.inbox.put_nowait(_NodeLost(node))
 
     def _on_event(self, event: LifecycleEvent) -> None:
         drive = self._drives.get(event.handoff_id)
@@ -219,10 +227,14 @@ class Driver:
                 item = await self._next(drive)
                 if isinstance(item, DestinationFinished):
                     break
-                if isinstance(item, Failed) and drive.handoff.phase is Phase.DONE:
-                    self._on_orphan(drive.request.request_id, item.reason)
+                if not isinstance(item, _NodeLost):
+                    await self._feed(drive, item)
+                    continue
+                reason = f"{item.node} was lost"
+                if drive.handoff.phase is Phase.DONE and item.node == drive.destination:
+                    self._on_orphan(drive.request.request_id, reason)
                     break
-                await self._feed(drive, item)
+                await self._feed(drive, Failed(reason))
         except Exception as error:
             log.exception("handoff driver failed", handoff_id=drive.handoff.handoff_id)
             await self._abandon(drive, str(error))
@@ -238,7 +250,7 @@ class Driver:
         self._conclude(drive)
         return drive.handoff.completion is not Completion.HANDED_OVER
 
-    async def _next(self, drive: _Drive) -> Event | DestinationFinished:
+    async def _next(self, drive: _Drive) -> Event | DestinationFinished | _NodeLost:
         if drive.handoff.phase is Phase.DONE:
             # The decode's own length bounds this wait; its node's loss arrives as a fact.
             return await drive.inbox.get()

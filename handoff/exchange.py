@@ -135,22 +135,27 @@ class Exchange:
         return PeerInfo(self._node, self._incarnation, self._transport.address, self._compatibility)
 
     def connect(self, peer: PeerInfo) -> None:
-        """Raises IncompatiblePeer before any byte moves."""
+        """Raises IncompatiblePeer before any byte moves. A peer that came back takes the place of what it was."""
         self._compatibility.require_equal(peer.compatibility, peer.node)
+        self._forget(peer.node, f"{peer.node} was connected anew")
         with self._lock:
             self._state.peers[peer.node] = peer
         self._transport.connect(peer.node, peer.address)
 
     def disconnect(self, peer: NodeId) -> None:
         """Give a peer up: its transfers end as broken, with quiet memory."""
+        self._forget(peer, f"{peer} was given up")
+        self._transport.disconnect(peer)
+
+    def _forget(self, peer: NodeId, reason: str) -> None:
+        """End the offers that this peer will never answer; the transport ends what it was told to move."""
         with self._lock:
             self._state.peers.pop(peer, None)
             unanswered = [key for key, out in self._state.outgoing.items() if out.peer == peer and not out.sending]
             for key in unanswered:
                 del self._state.outgoing[key]
         for key in unanswered:
-            self._end_broken(key, f"{peer} was given up")
-        self._transport.disconnect(peer)
+            self._end_broken(key, reason)
 
     def links(self) -> list[Link]:
         return self._transport.links()
@@ -159,7 +164,7 @@ class Exchange:
         self._transport.close()
 
     def offer(self, peer: NodeId, handoff_id: HandoffId, attempt: int, held: HeldKv) -> None:
-        """Source: start a transfer of held blocks. Ends with Sent or Broken."""
+        """Source: start a transfer of held blocks. Ends with Sent or Broken. An offer under way is not repeated."""
         key = (handoff_id, attempt)
         message = Offer(
             handoff_id=handoff_id,
@@ -172,13 +177,18 @@ class Exchange:
             blocks=held.blocks,
         )
         with self._lock:
+            if key in self._state.outgoing:
+                return
             known = peer in self._state.peers
             if known:
                 self._state.outgoing[key] = _Outgoing(peer, held.blocks)
-        if known:
-            self._send(peer, message)
-        else:
+        if not known:
             self._end_broken(key, f"{peer} is not connected")
+            return
+        try:
+            self._send(peer, message)
+        except WireError as error:
+            self._on_sent(key, TransferError(str(error)))
 
     def expect(self, handoff_id: HandoffId, attempt: int, reserved: ReservedKv) -> None:
         """Destination: let a source fill the reserved blocks. Ends with Landed or Broken."""

@@ -68,8 +68,13 @@ class Node(ABC, Generic[S]):
         return self._loop.call(self._status)
 
     @property
+    def ended(self) -> "Future[None]":
+        """Done when the step loop is over."""
+        return self._loop.ended
+
+    @property
     def failure(self) -> BaseException | None:
-        """Why the step loop ended by itself; None while it runs."""
+        """Why the step loop ended by itself; None while it runs, and after a stop that was asked for."""
         return self._loop.failure
 
     def stop(self, timeout_s: float) -> None:

@@ -69,10 +69,13 @@ class NodeActor(ABC, Generic[N]):
         return await self._at_boundary(self._running().apply(command))
 
     async def ping(self) -> None:
-        """Raises if the step loop has ended."""
-        failure = self._running().failure
-        if failure is not None:
-            raise RuntimeError(f"{self._config.node} stopped serving: {failure}")
+        """Answers as long as this process can."""
+
+    async def ended(self) -> str:
+        """Why this node's step loop is over; waits as long as it runs. A process that dies ends the call as well."""
+        node = self._running()
+        await asyncio.wrap_future(node.ended)
+        return f"its step loop failed: {node.failure}" if node.failure else "it was stopped"
 
     async def status(self) -> dict[str, Any]:
         status: dict[str, Any] = await self._at_boundary(self._running().status())

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, TypeVar
 
 import structlog
@@ -44,7 +44,10 @@ class StepCounters:
 
 
 class StepLoop:
-    """Owns the scheduler and the device. observe: called on the loop's thread after every step."""
+    """Owns the scheduler and the device. observe: called on the loop's thread after every step.
+
+    ended: done when the loop is over; `failure` then says why, None for a stop that was asked for.
+    """
 
     def __init__(
         self,
@@ -59,24 +62,31 @@ class StepLoop:
         self._inbox: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._thread = Thread(target=self._run, name=f"{name}-steps", daemon=True)
         self._stopping = False
+        self._closed = False
+        self._closing = Lock()
         self.failure: BaseException | None = None
+        self.ended: Future[None] = Future()
         self.counters = StepCounters()
 
     def start(self) -> None:
         self._thread.start()
 
     def call(self, work: Callable[[], T]) -> "Future[T]":
-        """Run `work` on the loop's thread at the next boundary."""
+        """Run `work` on the loop's thread at the next boundary. The future raises LoopStopped after the loop's end."""
         future: Future[T] = Future()
-        self._inbox.put((work, future))
-        if not self._thread.is_alive() and self._stopping:
-            self._refuse_all()
+        with self._closing:
+            if not self._closed:
+                self._inbox.put((work, future))
+                return future
+        future.set_exception(self._stopped())
         return future
 
     def stop(self, timeout_s: float) -> None:
         """End after the running step, quiesce and tear down the device. Raises TimeoutError."""
         self._stopping = True
         self._inbox.put(None)
+        if self._thread.ident is None:
+            return
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(f"the step loop did not end within {timeout_s} s")
@@ -96,9 +106,12 @@ class StepLoop:
             self.failure = error
             self._stopping = True
         finally:
-            self._refuse_all()
-            self._device.apply(Quiesce())
-            self._device.teardown()
+            self._close()
+            try:
+                self._device.apply(Quiesce())
+            finally:
+                self._device.teardown()
+                self.ended.set_result(None)
 
     def _take_inbox(self, *, wait: bool) -> None:
         try:
@@ -142,12 +155,14 @@ class StepLoop:
         self.counters.computed_tokens += sum(len(row.tokens) for row in plan.rows)
         self.counters.sampled_tokens += sum(1 for row in plan.rows if row.draw is not None)
 
-    def _refuse_all(self) -> None:
-        reason = f"the step loop failed: {self.failure}" if self.failure else "the step loop was stopped"
-        while True:
-            try:
-                item = self._inbox.get_nowait()
-            except Empty:
-                return
+    def _stopped(self) -> LoopStopped:
+        return LoopStopped(f"the step loop failed: {self.failure}" if self.failure else "the step loop was stopped")
+
+    def _close(self) -> None:
+        """Take no more calls, and refuse those that wait."""
+        with self._closing:
+            self._closed = True
+        while not self._inbox.empty():
+            item = self._inbox.get_nowait()
             if item is not None and item[1].set_running_or_notify_cancel():
-                item[1].set_exception(LoopStopped(reason))
+                item[1].set_exception(self._stopped())

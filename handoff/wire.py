@@ -22,6 +22,7 @@ _HEADER = Struct("<4sH")
 
 _Id: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
+_Channel: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 _Blocks: TypeAlias = Annotated[tuple[_Count, ...], msgspec.Meta(max_length=200_000)]
 
 
@@ -48,7 +49,7 @@ class Accept(msgspec.Struct, frozen=True, tag="accept", forbid_unknown_fields=Tr
     handoff_id: _Id
     attempt: _Count
     incarnation: _Count
-    channel: _Count
+    channel: _Channel
     first_block: _Count
     blocks: _Blocks
 

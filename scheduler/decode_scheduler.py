@@ -198,7 +198,7 @@ class DecodeScheduler(SchedulerBase):
         while self._pending and self._in_handoff() < self.max_reservations:
             destination = self._pending[0]
             sequence = destination.sequence
-            if not self.kv.admit(sequence, sequence.prompt_tokens + 1, leave=0):
+            if not self.kv.admit(sequence, self._positions(sequence), leave=0):
                 return
             self._pending.popleft()
             destination.phase = DestinationPhase.RESERVED
@@ -212,6 +212,11 @@ class DecodeScheduler(SchedulerBase):
                     missing_blocks=prompt_blocks - sequence.published,
                 )
             )
+
+    @staticmethod
+    def _positions(sequence: Sequence) -> int:
+        """What a reservation covers; a request of one token never runs here and needs no room after its prompt."""
+        return sequence.prompt_tokens + min(1, sequence.output_limit - 1)
 
     def _in_handoff(self) -> int:
         """Reservations that are not runnable yet, draining ones included."""
