@@ -1,8 +1,7 @@
-"""Where `prelay status` and `prelay chat` find a running server: a small file in Prelay's home."""
+"""Where `prelay status` and `prelay chat` find a running server: a small file for each in Prelay's home."""
 
 import json
 import os
-from contextlib import suppress
 from pathlib import Path
 
 
@@ -10,33 +9,43 @@ class NoServer(RuntimeError):
     """No running server is known: start one with `prelay serve`, or name it with --url."""
 
 
-def _file(home: Path) -> Path:
-    return home / "run" / "server.json"
+def _folder(home: Path) -> Path:
+    return home / "run"
+
+
+def _own_file(home: Path) -> Path:
+    return _folder(home) / f"{os.getpid()}.json"
 
 
 def announce(home: Path, url: str) -> None:
-    """The newest server wins."""
-    path = _file(home)
+    """Make this process's server findable."""
+    path = _own_file(home)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps({"url": url, "pid": os.getpid()}))
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps({"url": url}))
     partial.replace(path)
 
 
 def withdraw(home: Path) -> None:
     """Remove this process's announcement."""
-    with suppress(OSError, ValueError):
-        path = _file(home)
-        if json.loads(path.read_text())["pid"] == os.getpid():
-            path.unlink()
+    _own_file(home).unlink(missing_ok=True)
 
 
 def find(home: Path) -> str:
-    """The URL of the running server. Raises NoServer."""
+    """The URL of the newest running server. Raises NoServer. Removes what dead servers left."""
+    for path in sorted(_folder(home).glob("*.json"), key=lambda p: p.stat().st_mtime_ns, reverse=True):
+        if _is_alive(int(path.stem)):
+            url: str = json.loads(path.read_text())["url"]
+            return url
+        path.unlink(missing_ok=True)
+    raise NoServer("no running server found: start one with `prelay serve`, or name it with --url")
+
+
+def _is_alive(pid: int) -> bool:
     try:
-        record = json.loads(_file(home).read_text())
-        os.kill(record["pid"], 0)
-    except (OSError, ValueError, KeyError):
-        raise NoServer("no running server found: start one with `prelay serve`, or name it with --url") from None
-    url: str = record["url"]
-    return url
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -18,6 +18,9 @@ class DecodeNode(Node[DecodeScheduler]):
     def _apply(self, command: Command) -> CommandEffects:
         effects = self._scheduler.apply(command)
         self._observe(BoundaryEffects(events=effects.events))
+        # A command can let other handoffs' reservations through. Their drivers don't see this command's reply, and
+        # the caller's copy may be lost with it; facts may come twice.
+        self._emit(BoundaryEffects(events=effects.events), ())
         if isinstance(command, CancelDestination):
             self._exchange.withdraw(command.handoff_id, command.attempt)
         return effects

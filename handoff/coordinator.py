@@ -9,6 +9,7 @@
 
 Rules that must stay true:
 - The source is released strictly after the activation was acknowledged as applied.
+- The acknowledged activation is the commit point: what happens to the source afterwards can't undo the decode.
 - Cleanup cancels every side that was ever issued a command, acknowledged or not: a lost acknowledgement may have been
   applied. Cancelling what isn't there is a no-op.
 - Facts may come twice or late, and change nothing then. A fact that can't be true is UnexpectedEvent.
@@ -267,20 +268,19 @@ def _acknowledge(handoff: Handoff, event: Acknowledged) -> Step:
         return _finish_cleanup(handoff)
     if handoff.phase in (Phase.CLEANING_UP, Phase.DONE):
         return handoff, ()
-    if not expected:
-        return _give_up(handoff, Completion.FAILED, f"{action.kind.value}: {event.reason or event.outcome.value}")
-    match action.kind:
-        case ActionKind.ACTIVATE_DESTINATION:
-            return _enter(handoff, Phase.RELEASING, ActionKind.RELEASE_SOURCE)
-        case ActionKind.RELEASE_SOURCE:
-            return replace(handoff, phase=Phase.DONE, completion=Completion.HANDED_OVER), ()
-        case _:
-            return handoff, ()
+    complaint = "" if expected else f"{action.kind.value}: {event.reason or event.outcome.value}"
+    if action.kind is ActionKind.RELEASE_SOURCE:
+        return replace(handoff, phase=Phase.DONE, completion=Completion.HANDED_OVER, reason=complaint), ()
+    if complaint:
+        return _give_up(handoff, Completion.FAILED, complaint)
+    if action.kind is ActionKind.ACTIVATE_DESTINATION:
+        return _enter(handoff, Phase.RELEASING, ActionKind.RELEASE_SOURCE)
+    return handoff, ()
 
 
 def _give_up(handoff: Handoff, completion: Completion, reason: str) -> Step:
-    """Enter cleanup. After success only a cancel can still end the decode."""
-    if handoff.phase is Phase.CLEANING_UP:
+    """Enter cleanup. After the activation only a cancel can still end the decode."""
+    if handoff.phase is Phase.CLEANING_UP or (handoff.phase is Phase.RELEASING and completion is Completion.FAILED):
         return handoff, ()
     if handoff.phase is Phase.DONE:
         if handoff.completion is not Completion.HANDED_OVER or completion is not Completion.CANCELLED:

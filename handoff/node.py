@@ -15,6 +15,7 @@ from handoff.step_loop import StepLoop
 from scheduler.base import SchedulerBase
 from scheduler.commands import BoundaryEffects, Command, CommandEffects
 from scheduler.contract import DeviceIo
+from scheduler.errors import InvariantBroken
 from scheduler.ids import NodeId
 
 S = TypeVar("S", bound=SchedulerBase)
@@ -101,7 +102,11 @@ class Node(ABC, Generic[S]):
         self._loop.call(lambda: self._end_transfer(end))
 
     def _end_transfer(self, end: TransferEnd) -> None:
-        transfers = self._settle(end)
+        try:
+            transfers = self._settle(end)
+        except Exception as error:
+            # Nobody waits for this call, and blocks whose transfer is not booked would stay owned for ever.
+            raise InvariantBroken(f"the end of a transfer could not be booked: {end}") from error
         effects = self._scheduler.take_effects()
         self._observe(effects)
         self._emit(effects, transfers)

@@ -107,11 +107,19 @@ class StepLoop:
             self._stopping = True
         finally:
             self._close()
-            try:
-                self._device.apply(Quiesce())
-            finally:
-                self._device.teardown()
-                self.ended.set_result(None)
+            self._tear_down()
+            self.ended.set_result(None)
+
+    def _tear_down(self) -> None:
+        """A device that can't quiesce or free its memory must not keep the node from ending."""
+        try:
+            self._device.apply(Quiesce())
+        except Exception:
+            log.exception("device could not quiesce")
+        try:
+            self._device.teardown()
+        except Exception:
+            log.exception("device could not be torn down")
 
     def _take_inbox(self, *, wait: bool) -> None:
         try:

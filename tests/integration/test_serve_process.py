@@ -64,7 +64,7 @@ def test_status_names_devices_links_and_blocks(pair: Served) -> None:
 
 def test_chat_answers_a_line(pair: Served) -> None:
     result = subprocess.run(
-        [prelay(), "chat", "--max-tokens", "16", "--temperature", "0"],
+        [prelay(), "chat", "--url", pair.url, "--max-tokens", "16", "--temperature", "0"],
         input="What is the capital of France?\n\n",
         capture_output=True,
         text=True,

@@ -149,7 +149,10 @@ def test_the_end_means_something(order: Order) -> None:
         assert (state.completion is not None) == (state.phase in (Phase.DONE, Phase.CLEANING_UP))
         if state.completion is Completion.HANDED_OVER:
             assert state.phase is Phase.DONE
-            assert state.outcome_of(K.RELEASE_SOURCE) in (Outcome.APPLIED, Outcome.NOOP)
+            assert state.outcome_of(K.ACTIVATE_DESTINATION) is Outcome.APPLIED
+            released = state.outcome_of(K.RELEASE_SOURCE)
+            assert released is not None
+            assert (state.reason == "") == (released in (Outcome.APPLIED, Outcome.NOOP))
         if state.completion is Completion.FAILED:
             assert state.reason
         if state.phase is Phase.DONE:

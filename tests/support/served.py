@@ -45,9 +45,14 @@ class Served:
         return [root, *root.children(recursive=True)]
 
     def command(self, *arguments: str) -> str:
-        """The output of a `prelay` command that finds this server by itself."""
+        """The output of a `prelay` command about this server."""
         result = subprocess.run(
-            [prelay(), *arguments], capture_output=True, text=True, timeout=120, env=environment(self.home), check=True
+            [prelay(), *arguments, "--url", self.url],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=environment(self.home),
+            check=True,
         )
         return result.stdout
 

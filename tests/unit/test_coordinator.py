@@ -128,12 +128,19 @@ def test_a_cancel_cleans_both_sides(order: Order, phase: Phase) -> None:
     assert (run.handoff.phase, run.handoff.completion) == (Phase.DONE, Completion.CANCELLED)
 
 
-@pytest.mark.parametrize("kind", [K.ACTIVATE_DESTINATION, K.RELEASE_SOURCE])
-def test_a_lost_acknowledgement_is_cleaned_up_on_both_sides(kind: ActionKind) -> None:
-    phase = Phase.ACTIVATING if kind is K.ACTIVATE_DESTINATION else Phase.RELEASING
-    run = Run().until(phase).acknowledge(kind, Outcome.FAILED, "not acknowledged within 1 s")
+def test_a_lost_activation_is_cleaned_up_on_both_sides() -> None:
+    run = Run().until(Phase.ACTIVATING).acknowledge(K.ACTIVATE_DESTINATION, Outcome.FAILED, "not within 1 s")
     assert run.kinds[-2:] == [K.CANCEL_SOURCE, K.CANCEL_DESTINATION]
-    assert run.handoff.reason == f"{kind.value}: not acknowledged within 1 s"
+    assert run.handoff.reason == "activate_destination: not within 1 s"
+
+
+def test_a_lost_release_does_not_undo_the_decode() -> None:
+    run = Run().until(Phase.RELEASING).feed(Failed("the source was lost"))
+    assert run.handoff.phase is Phase.RELEASING
+    run.acknowledge(K.RELEASE_SOURCE, Outcome.FAILED, "not within 1 s")
+    assert run.kinds[-1] is K.RELEASE_SOURCE
+    assert (run.handoff.phase, run.handoff.completion) == (Phase.DONE, Completion.HANDED_OVER)
+    assert run.handoff.reason == "release_source: not within 1 s"
 
 
 def test_a_cancel_after_success_stops_the_decode_and_nothing_else() -> None:
