@@ -14,6 +14,7 @@ import pytest
 from served import Served, environment, prelay, serve, stop, wait_until
 
 from benchmarks.idle import measure
+from cluster.running import find
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -122,6 +123,7 @@ def test_it_stops_within_five_seconds_and_leaves_nothing(server_home: Path, how:
         ) as response:
             next(response.iter_bytes())
             family = served.family()
+            assert find(server_home) == served.url
             started = time.monotonic()
             served.process.send_signal(how)
             served.process.wait(20)
