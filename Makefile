@@ -8,6 +8,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 URL ?= http://127.0.0.1:8000
+MODEL ?= smollm2
 ARGS ?=
 
 .PHONY: demo test check format bench-serve clean
@@ -29,7 +30,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 bench-serve: $(READY)
-	$(BIN)/python -m benchmarks.serve --url $(URL) $(ARGS)
+	$(BIN)/python -m benchmarks.serve --url $(URL) --model $(MODEL) $(ARGS)
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Prelay needs Python 3.11 or newer, this is {sys.version}"'

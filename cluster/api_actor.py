@@ -18,6 +18,7 @@ from cluster.model_files import eos_token_ids
 from cluster.ray_gateway import RayGateway
 from cluster.settings import Limits
 from cluster.token_streams import TokenStreams
+from handoff.logs import configure_logs
 from scheduler.commands import Output
 from scheduler.ids import RequestId
 
@@ -53,6 +54,7 @@ class ApiActor:
         self, coordinator: Any, model_path: str, model_name: str, max_model_len: int, host: str, port: int
     ) -> str:
         """Listen, and return the server's URL. Raises OSError if the port is taken."""
+        configure_logs("api")
         listener = _listen(host, port)
         tokenizer = await asyncio.to_thread(ChatTokenizer.from_pretrained, model_path)
         app = create_app(

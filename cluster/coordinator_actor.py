@@ -12,6 +12,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from cluster.errors import NoNodeLeft
 from handoff.coordinator import Order
 from handoff.driver import Driver, DriverLimits, HandoffRecord
+from handoff.logs import configure_logs
 from handoff.report import NodeReport
 from scheduler.commands import Command, CommandEffects
 from scheduler.ids import HandoffId, NodeId, RequestId
@@ -65,6 +66,7 @@ class CoordinatorActor:
 
     async def start(self, api: Any, prefill: dict[NodeId, Any], decode: dict[NodeId, Any]) -> None:
         """Take over these nodes. api.fail is told of requests that can't go on."""
+        configure_logs("coordinator")
         self._api = api
         self._handles = {**prefill, **decode}
         self._pools = {"prefill": list(prefill), "decode": list(decode)}

@@ -38,7 +38,7 @@ def _ask(client: Client, prompt: str, console: Console) -> Answer:
 def handoff_table(answers: list[Answer], status: dict[str, Any]) -> Table:
     """One row an answer, joined with its handoff by the request's id. prompt, cached, answer: tokens."""
     table = Table(title="Handoffs", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("prompt", "cached", "blocks", "bytes", "lane", "GB/s", "TTFT ms", "ITL ms", "answer"):
+    for column in ("prompt", "cached", "blocks", "MiB", "lane", "GB/s", "TTFT ms", "ITL ms", "answer"):
         table.add_column(column, justify="right", no_wrap=True)
     for answer in answers:
         record = next((r for r in status["recent"] if answer.answer_id.endswith(r["request_id"])), None)
@@ -52,7 +52,7 @@ def _row(answer: Answer, record: dict[str, Any]) -> list[str]:
     moved = ["-", "-", "-", "-"]
     if transfer is not None:
         speed = transfer["bytes_moved"] / transfer["seconds"] / 1e9
-        moved = [str(transfer["blocks"]), f"{transfer['bytes_moved']:,}", transfer["lane"], f"{speed:.2f}"]
+        moved = [str(transfer["blocks"]), f"{transfer['bytes_moved'] / 2**20:.2f}", transfer["lane"], f"{speed:.2f}"]
     return [
         str(record["prompt_tokens"]),
         str(record["cached_tokens"]),

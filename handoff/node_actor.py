@@ -10,10 +10,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-import structlog
-
 from handoff.compatibility import Compatibility
 from handoff.exchange import Exchange, PeerInfo, TransferEnd
+from handoff.logs import configure_logs
 from handoff.node import MakeExchange, Node
 from handoff.node_config import NodeConfig
 from handoff.packaging import check_packages
@@ -51,7 +50,7 @@ class NodeActor(ABC, Generic[N]):
         check_packages()
         self._api, self._coordinator = api, coordinator
         self._event_loop = asyncio.get_running_loop()
-        structlog.contextvars.bind_contextvars(node=self._config.node)
+        configure_logs(self._config.node)
         node, pool = await asyncio.to_thread(self._build)
         info = await asyncio.to_thread(node.start, pool)
         self._node = node
