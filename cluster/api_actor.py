@@ -2,7 +2,6 @@
 
 import asyncio
 import secrets
-import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +13,7 @@ from cluster.api.app import create_app
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ChatTokenizer
 from cluster.gateway import ServiceFailed
+from cluster.listener import listen_on
 from cluster.model_files import eos_token_ids
 from cluster.ray_gateway import RayGateway
 from cluster.settings import Limits
@@ -55,7 +55,7 @@ class ApiActor:
     ) -> str:
         """Listen, and return the server's URL. Raises OSError if the port is taken."""
         configure_logs("api")
-        listener = _listen(host, port)
+        listener = listen_on(host, port)
         tokenizer = await asyncio.to_thread(ChatTokenizer.from_pretrained, model_path)
         app = create_app(
             gateway=RayGateway(coordinator, self._streams, self._limits.max_requests, self._limits.token_s),
@@ -93,17 +93,3 @@ class ApiActor:
             return
         self._server.ask_to_stop()
         await asyncio.wait({self._serving}, timeout=STOP_TIMEOUT_S)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        raise OSError(f"can't listen on {host}:{port}: {error.strerror}; choose another --port") from None
-    listener.setblocking(False)
-    return listener
