@@ -3,8 +3,9 @@
 import asyncio
 import time
 from collections import Counter, deque
+from collections.abc import Awaitable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 from ray.exceptions import RayActorError, RayTaskError
@@ -14,12 +15,14 @@ from handoff.coordinator import Order
 from handoff.driver import Driver, DriverLimits, HandoffRecord
 from handoff.logs import configure_logs
 from handoff.report import NodeReport
-from scheduler.commands import Command, CommandEffects
+from scheduler.commands import Command, CommandEffects, SubmitHandoffPrefill
 from scheduler.ids import HandoffId, NodeId, RequestId
 from scheduler.request import Request
 from scheduler.routing import least_loaded
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 RECENT_RECORDS = 256
 STATUS_TIMEOUT_S = 10.0
@@ -32,18 +35,23 @@ class RayNodes:
         self._handles = handles
 
     async def apply(self, node: NodeId, command: Command) -> CommandEffects:
-        try:
-            effects: CommandEffects = await self._handles[node].apply.remote(command)
-        except RayTaskError as error:
-            raise error.cause from None
-        return effects
+        return await _unwrapped(self._handles[node].apply.remote(command))
+
+    async def submit_prefill(
+        self, node: NodeId, command: SubmitHandoffPrefill, send_to: NodeId | None
+    ) -> CommandEffects:
+        return await _unwrapped(self._handles[node].submit_prefill.remote(command, send_to))
 
     async def start_transfer(self, node: NodeId, handoff_id: HandoffId, attempt: int, destination: NodeId) -> bool:
-        try:
-            started: bool = await self._handles[node].start_transfer.remote(handoff_id, attempt, destination)
-        except RayTaskError as error:
-            raise error.cause from None
-        return started
+        return await _unwrapped(self._handles[node].start_transfer.remote(handoff_id, attempt, destination))
+
+
+async def _unwrapped(call: Awaitable[T]) -> T:
+    """A node's own error instead of Ray's wrapping of it."""
+    try:
+        return await call
+    except RayTaskError as error:
+        raise error.cause from None
 
 
 class CoordinatorActor:

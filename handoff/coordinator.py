@@ -7,6 +7,10 @@
     any of them        --failed, timed out, cancelled--> CLEANING_UP --> DONE
     DONE (success)     --cancelled while the destination decodes--> CLEANING_UP --> DONE
 
+With the destination first, the prefill is submitted with its destination: the source starts the transfer by itself in
+the boundary in which it is held, so no round trip lies between the first token and the bytes. With the source first,
+StartTransfer is a command.
+
 Rules that must stay true:
 - The source is released strictly after the activation was acknowledged as applied.
 - The acknowledged activation is the commit point: what happens to the source afterwards can't undo the decode.
@@ -212,12 +216,17 @@ def _fact(handoff: Handoff, event: Event) -> Step:
         case Phase.PREFILLING, SourceIsHeld():
             _require_acknowledged(handoff, ActionKind.SUBMIT_PREFILL, event)
             if handoff.order is Order.DESTINATION_FIRST:
-                return _enter(handoff, Phase.TRANSFERRING, ActionKind.START_TRANSFER)
+                return replace(handoff, phase=Phase.TRANSFERRING), ()
             return _enter(handoff, Phase.RESERVING, ActionKind.RESERVE_DESTINATION)
         case Phase.PREFILLING, SourceHasFinished():
             return _give_up(handoff, Completion.FINISHED_AT_SOURCE, "")
+        case Phase.PREFILLING, TransferLanded() if handoff.order is Order.DESTINATION_FIRST:
+            # The destination's word may overtake the source's: what has landed was held.
+            _require_acknowledged(handoff, ActionKind.SUBMIT_PREFILL, event)
+            return _enter(handoff, Phase.ACTIVATING, ActionKind.ACTIVATE_DESTINATION)
         case Phase.TRANSFERRING, TransferLanded():
-            _require_acknowledged(handoff, ActionKind.START_TRANSFER, event)
+            if handoff.order is Order.SOURCE_FIRST:
+                _require_acknowledged(handoff, ActionKind.START_TRANSFER, event)
             return _enter(handoff, Phase.ACTIVATING, ActionKind.ACTIVATE_DESTINATION)
     if handoff.phase in (Phase.CLEANING_UP, Phase.DONE) or _is_past(handoff, event):
         return handoff, ()
@@ -227,12 +236,10 @@ def _fact(handoff: Handoff, event: Event) -> Step:
 def _is_past(handoff: Handoff, event: Event) -> bool:
     """Whether this fact was already acted upon, so that it is a duplicate."""
     match event:
+        case SourceIsHeld() if handoff.order is Order.DESTINATION_FIRST:
+            return handoff.phase in (Phase.TRANSFERRING, Phase.ACTIVATING, Phase.RELEASING)
         case SourceIsHeld():
-            follower = (
-                ActionKind.START_TRANSFER
-                if handoff.order is Order.DESTINATION_FIRST
-                else ActionKind.RESERVE_DESTINATION
-            )
+            follower = ActionKind.RESERVE_DESTINATION
         case DestinationIsReserved():
             follower = (
                 ActionKind.SUBMIT_PREFILL if handoff.order is Order.DESTINATION_FIRST else ActionKind.START_TRANSFER

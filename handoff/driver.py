@@ -62,6 +62,12 @@ class NodePort(Protocol):
 
     async def apply(self, node: NodeId, command: Command) -> CommandEffects: ...
 
+    async def submit_prefill(
+        self, node: NodeId, command: SubmitHandoffPrefill, send_to: NodeId | None
+    ) -> CommandEffects:
+        """send_to: where the held KV goes as soon as there is some; None waits for start_transfer."""
+        ...
+
     async def start_transfer(self, node: NodeId, handoff_id: HandoffId, attempt: int, destination: NodeId) -> bool: ...
 
 
@@ -291,8 +297,10 @@ class Driver:
         if kind is ActionKind.START_TRANSFER:
             started = await self._nodes.start_transfer(drive.source, handoff_id, attempt, drive.destination)
             return (Outcome.SCHEDULED, "") if started else (Outcome.NOOP, "nothing is held")
-        node, command = self._command(drive, kind)
-        effects = await self._nodes.apply(node, command)
+        if kind is ActionKind.SUBMIT_PREFILL:
+            effects = await self._submit_prefill(drive)
+        else:
+            effects = await self._nodes.apply(*self._command(drive, kind))
         for event in effects.events:
             self._on_event(event)
         match effects.result:
@@ -305,11 +313,15 @@ class Driver:
             case _:
                 return Outcome.NOOP, f"nothing to {kind.value.replace('_', ' ')}"
 
+    async def _submit_prefill(self, drive: _Drive) -> CommandEffects:
+        handoff = drive.handoff
+        command = SubmitHandoffPrefill(handoff.handoff_id, drive.request, handoff.attempt)
+        armed = handoff.order is Order.DESTINATION_FIRST
+        return await self._nodes.submit_prefill(drive.source, command, drive.destination if armed else None)
+
     def _command(self, drive: _Drive, kind: ActionKind) -> tuple[NodeId, Command]:
         handoff_id, attempt = drive.handoff.handoff_id, drive.handoff.attempt
         match kind:
-            case ActionKind.SUBMIT_PREFILL:
-                return drive.source, SubmitHandoffPrefill(handoff_id, drive.request, attempt)
             case ActionKind.RESERVE_DESTINATION:
                 return drive.destination, ReserveDestination(handoff_id, drive.request, attempt)
             case ActionKind.ACTIVATE_DESTINATION:
@@ -320,8 +332,8 @@ class Driver:
                 return drive.source, CancelSource(handoff_id, attempt)
             case ActionKind.CANCEL_DESTINATION:
                 return drive.destination, CancelDestination(handoff_id, attempt)
-            case ActionKind.START_TRANSFER:
-                raise AssertionError("a transfer is not a scheduler command")
+            case ActionKind.START_TRANSFER | ActionKind.SUBMIT_PREFILL:
+                raise AssertionError(f"{kind} has a call of its own")
 
     async def _abandon(self, drive: _Drive, reason: str) -> None:
         """A bug of ours ended the drive: cancel both sides, so that nothing stays owned."""

@@ -3,11 +3,16 @@
 from device.build import build_router
 from handoff.node_actor import NodeActor
 from prefill_node.node import PrefillNode
+from scheduler.commands import CommandEffects, SubmitHandoffPrefill
 from scheduler.ids import HandoffId, NodeId
 from scheduler.prefill_scheduler import PrefillScheduler
 
 
 class PrefillActor(NodeActor[PrefillNode]):
+    async def submit_prefill(self, command: SubmitHandoffPrefill, send_to: NodeId | None) -> CommandEffects:
+        """Raises CommandRejected, LoopStopped or TimeoutError."""
+        return await self._at_boundary(self._running().submit_prefill(command, send_to))
+
     async def start_transfer(self, handoff_id: HandoffId, attempt: int, destination: NodeId) -> bool:
         """Offer held KV to its destination. False if nothing is held under this id."""
         return await self._at_boundary(self._running().start_transfer(handoff_id, attempt, destination))

@@ -3,8 +3,18 @@
 from concurrent.futures import Future
 
 from handoff.exchange import Broken, Landed, TransferEnd
-from handoff.node import Node
-from scheduler.commands import Command, CommandEffects
+from handoff.node import MakeExchange, Node, Publish
+from scheduler.commands import (
+    BoundaryEffects,
+    CancelSource,
+    Command,
+    CommandEffects,
+    ReleaseSource,
+    SourceFinished,
+    SourceHeld,
+    SubmitHandoffPrefill,
+)
+from scheduler.contract import DeviceIo
 from scheduler.ids import HandoffId, NodeId
 from scheduler.prefill_scheduler import PrefillScheduler
 
@@ -12,9 +22,31 @@ from scheduler.prefill_scheduler import PrefillScheduler
 class PrefillNode(Node[PrefillScheduler]):
     role = "prefill"
 
+    def __init__(
+        self,
+        node: NodeId,
+        incarnation: int,
+        scheduler: PrefillScheduler,
+        device: DeviceIo,
+        make_exchange: MakeExchange,
+        publish: Publish,
+    ) -> None:
+        super().__init__(node, incarnation, scheduler, device, make_exchange, publish)
+        self._armed: dict[tuple[HandoffId, int], NodeId] = {}
+
+    def submit_prefill(self, command: SubmitHandoffPrefill, send_to: NodeId | None) -> "Future[CommandEffects]":
+        """Prefill and hold; with `send_to`, offer the KV in the very boundary in which it is held."""
+        return self._loop.call(lambda: self._submit(command, send_to))
+
     def start_transfer(self, handoff_id: HandoffId, attempt: int, destination: NodeId) -> "Future[bool]":
         """Offer a held source to its destination. False if nothing is held under this id."""
         return self._loop.call(lambda: self._offer(handoff_id, attempt, destination))
+
+    def _submit(self, command: SubmitHandoffPrefill, send_to: NodeId | None) -> CommandEffects:
+        effects = self._apply(command)
+        if send_to is not None:
+            self._armed[command.handoff_id, command.attempt] = send_to
+        return effects
 
     def _offer(self, handoff_id: HandoffId, attempt: int, destination: NodeId) -> bool:
         held = self._scheduler.held(handoff_id, attempt)
@@ -25,7 +57,17 @@ class PrefillNode(Node[PrefillScheduler]):
         return True
 
     def _apply(self, command: Command) -> CommandEffects:
-        return self._scheduler.apply(command)
+        effects = self._scheduler.apply(command)
+        if isinstance(command, CancelSource | ReleaseSource):
+            self._armed.pop((command.handoff_id, command.attempt), None)
+        return effects
+
+    def _observe(self, effects: BoundaryEffects) -> None:
+        for event in effects.events:
+            if isinstance(event, SourceHeld | SourceFinished):
+                destination = self._armed.pop((event.handoff_id, event.attempt), None)
+                if destination is not None and isinstance(event, SourceHeld):
+                    self._offer(event.handoff_id, event.attempt, destination)
 
     def _settle(self, end: TransferEnd) -> tuple[Landed | Broken, ...]:
         self._scheduler.transfer_quiet(end.handoff_id, end.attempt)

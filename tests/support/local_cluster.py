@@ -23,7 +23,7 @@ from handoff.transports.memory import MemoryFabric, MemoryTransport
 from handoff.wire import PROTOCOL_VERSION
 from prefill_node.node import PrefillNode
 from scheduler.batching import BatchLimits
-from scheduler.commands import Command, CommandEffects
+from scheduler.commands import Command, CommandEffects, SubmitHandoffPrefill
 from scheduler.contract import DeviceIo
 from scheduler.decode_scheduler import DecodeScheduler
 from scheduler.ids import HandoffId, NodeId, RequestId
@@ -80,6 +80,16 @@ class Ports:
     async def apply(self, node: NodeId, command: Command) -> CommandEffects:
         self._require(node)
         future = self.nodes[node].apply(command)
+        self.sent.append(command)
+        return await self._answer(node, future)
+
+    async def submit_prefill(
+        self, node: NodeId, command: SubmitHandoffPrefill, send_to: NodeId | None
+    ) -> CommandEffects:
+        self._require(node)
+        prefill = self.nodes[node]
+        assert isinstance(prefill, PrefillNode)
+        future = prefill.submit_prefill(command, send_to)
         self.sent.append(command)
         return await self._answer(node, future)
 

@@ -183,11 +183,7 @@ class TraceWorld:
 
     def _perform(self, name: str, action: Action) -> Acknowledged:
         if action.kind is ActionKind.START_TRANSFER:
-            held = self.prefill.held(HandoffId(name), 1)
-            assert held is not None
-            self.prefill.transfer_started(HandoffId(name), 1)
-            self.moving[name] = held
-            self.lines.append(f"    P offers {name}")
+            self._offer(name)
             return Acknowledged(action.action_id, Outcome.SCHEDULED)
         node, command = self._command(name, action.kind)
         outcome, reason = self._apply(name, node, command)
@@ -197,6 +193,13 @@ class TraceWorld:
             self.decode.transfer_quiet(HandoffId(name), 1)
             self._boundary("D", self.decode.take_effects())
         return Acknowledged(action.action_id, outcome, reason)
+
+    def _offer(self, name: str) -> None:
+        held = self.prefill.held(HandoffId(name), 1)
+        assert held is not None
+        self.prefill.transfer_started(HandoffId(name), 1)
+        self.moving[name] = held
+        self.lines.append(f"    P offers {name}")
 
     def _command(self, name: str, kind: ActionKind) -> tuple[str, Command]:
         request, handoff_id = self.clients[name].request, HandoffId(name)
@@ -236,6 +239,8 @@ class TraceWorld:
         name = str(event.handoff_id)
         match event:
             case SourceHeld():
+                if self.clients[name].handoff.order is Order.DESTINATION_FIRST:
+                    self._offer(name)
                 self.facts.append((name, SourceIsHeld()))
             case SourceFinished(finish=FinishReason.ERROR):
                 self.facts.append((name, Failed("the prefill step failed")))
