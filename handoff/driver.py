@@ -232,6 +232,7 @@ class Driver:
             while not await self._is_over(drive):
                 item = await self._next(drive)
                 if isinstance(item, DestinationFinished):
+                    await self._finish(drive)
                     break
                 if not isinstance(item, _NodeLost):
                     await self._feed(drive, item)
@@ -248,6 +249,11 @@ class Driver:
             self._conclude(drive)
             del self._drives[drive.handoff.handoff_id]
             del self._by_request[drive.request.request_id]
+
+    async def _finish(self, drive: _Drive) -> None:
+        """The decode is over. If its word overtook the landing's, the source is still to be released."""
+        if drive.handoff.phase in (Phase.PREFILLING, Phase.TRANSFERRING):
+            await self._feed(drive, TransferLanded())
 
     async def _is_over(self, drive: _Drive) -> bool:
         """Publish the record when the handoff is done; the request is over unless its destination decodes."""
@@ -323,7 +329,8 @@ class Driver:
         handoff_id, attempt = drive.handoff.handoff_id, drive.handoff.attempt
         match kind:
             case ActionKind.RESERVE_DESTINATION:
-                return drive.destination, ReserveDestination(handoff_id, drive.request, attempt)
+                reserve = ReserveDestination(handoff_id, drive.request, attempt, activate_when_landed=True)
+                return drive.destination, reserve
             case ActionKind.ACTIVATE_DESTINATION:
                 return drive.destination, ActivateDestination(handoff_id, attempt)
             case ActionKind.RELEASE_SOURCE:

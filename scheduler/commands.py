@@ -29,11 +29,16 @@ class SubmitHandoffPrefill:
 
 @dataclass(frozen=True, slots=True)
 class ReserveDestination:
-    """Accept a request and reserve blocks for its prompt plus one token."""
+    """Accept a request and reserve blocks for its prompt plus one token.
+
+    activate_when_landed: arm the activation, so that the request runs as soon as its bytes have landed. The
+    ActivateDestination that follows is then applied already, and acknowledged as such, once.
+    """
 
     handoff_id: HandoffId
     request: Request
     attempt: int = 1
+    activate_when_landed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

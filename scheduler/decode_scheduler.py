@@ -5,11 +5,12 @@
                              `--Cancel--> gone   `--Cancel, bytes may come--> DRAINING          `--Cancel--> retired
                                                                                `--quiet--> retired
 
-A reservation takes blocks for the prompt and one token. A pending one waits in FIFO order, and while any waits no
-sequence that needs fresh blocks is admitted.
+An armed reservation goes from RESERVED to ACTIVE by itself when the bytes land. A reservation takes blocks for the
+prompt and one token. A pending one waits in FIFO order, and while any waits no sequence that needs fresh blocks is
+admitted.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from enum import Enum
 
@@ -32,6 +33,9 @@ from scheduler.ids import BlockId, HandoffId, RequestId
 from scheduler.request import FinishReason
 from scheduler.sequence import Sequence
 
+MAX_UNACKNOWLEDGED = 4096
+"""Activations that happened by themselves and whose command has not come; a lost coordinator never sends it."""
+
 
 class DestinationPhase(Enum):
     PENDING = "pending"
@@ -48,6 +52,7 @@ class Destination:
     sequence: Sequence
     phase: DestinationPhase = DestinationPhase.PENDING
     receiving: bool = False
+    armed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,22 +83,28 @@ class DecodeScheduler(SchedulerBase):
         self._destinations: dict[HandoffId, Destination] = {}
         self._destination_of: dict[RequestId, Destination] = {}
         self._pending: deque[Destination] = deque()
+        self._unacknowledged: OrderedDict[tuple[HandoffId, int], None] = OrderedDict()
 
     def _perform(self, command: Command) -> CommandResult:
         match command:
-            case ReserveDestination(handoff_id, request, attempt):
+            case ReserveDestination(handoff_id, request, attempt, armed):
                 if handoff_id in self._destinations:
                     raise CommandRejected(f"handoff {handoff_id} is already a destination on this node")
                 sequence = self._new_sequence(request, request.max_tokens)
-                destination = Destination(handoff_id, attempt, sequence)
+                destination = Destination(handoff_id, attempt, sequence, armed=armed)
+                self._unacknowledged.pop((handoff_id, attempt), None)
                 self._sequences[request.request_id] = sequence
                 self._destinations[handoff_id] = self._destination_of[request.request_id] = destination
                 self._pending.append(destination)
                 self._reserve_pending()
                 return DestinationAccepted(request.request_id)
             case ActivateDestination(handoff_id, attempt):
+                if (handoff_id, attempt) in self._unacknowledged:
+                    del self._unacknowledged[handoff_id, attempt]
+                    return Applied()
                 return self._activate(self._find(handoff_id, attempt))
             case CancelDestination(handoff_id, attempt):
+                self._unacknowledged.pop((handoff_id, attempt), None)
                 return self._cancel(self._find(handoff_id, attempt))
             case _:
                 return super()._perform(command)
@@ -126,7 +137,16 @@ class DecodeScheduler(SchedulerBase):
         destination.receiving = False
         destination.phase = DestinationPhase.LANDED
         destination.sequence.tokens.append(first_token)
+        if destination.armed:
+            self._activate(destination)
+            self._remember_activation(handoff_id, attempt)
         return True
+
+    def _remember_activation(self, handoff_id: HandoffId, attempt: int) -> None:
+        """The request may end before the coordinator's command comes, and the command must still find it applied."""
+        self._unacknowledged[handoff_id, attempt] = None
+        if len(self._unacknowledged) > MAX_UNACKNOWLEDGED:
+            self._unacknowledged.popitem(last=False)
 
     def transfer_quiet(self, handoff_id: HandoffId, attempt: int) -> None:
         """Nothing writes these blocks any more, and they didn't all land."""

@@ -13,7 +13,13 @@ from local_cluster import BLOCK_SIZE, Answer, ClusterShape, LocalCluster
 
 from handoff.coordinator import Completion, Order
 from scheduler.batching import BatchLimits
-from scheduler.commands import CancelDestination, CancelSource, ReserveDestination, SubmitHandoffPrefill
+from scheduler.commands import (
+    ActivateDestination,
+    CancelDestination,
+    CancelSource,
+    ReserveDestination,
+    SubmitHandoffPrefill,
+)
 from scheduler.ids import NodeId, RequestId
 from scheduler.request import Request
 
@@ -218,6 +224,8 @@ async def test_cancel_while_it_decodes(order: Order) -> None:
         gate.hold(after_steps=3)
         victim = asyncio.create_task(cluster.serve(a_request("victim", range(50), 500)))
         assert await asyncio.to_thread(gate.wait_held, 5)
+        await cluster.until_sent(ActivateDestination, "victim")
+        gate.hold(after_steps=2)
         await cluster.until(lambda: len(cluster.records) == 1)
         cluster.cancel("victim")
         await cluster.until_sent(CancelDestination, "victim")
@@ -307,6 +315,8 @@ async def test_a_lost_prefill_node_does_not_disturb_what_was_handed_over() -> No
         cluster.gate("decode-0").hold(after_steps=2)
         task = asyncio.create_task(cluster.serve(request))
         assert await asyncio.to_thread(cluster.gate("decode-0").wait_held, 5)
+        await cluster.until_sent(ActivateDestination, "r")
+        cluster.gate("decode-0").hold(after_steps=2)
         await cluster.until(lambda: len(cluster.records) == 1)
         cluster.lose("prefill-0")
         cluster.gate("decode-0").release()

@@ -157,6 +157,49 @@ def test_activate_is_a_noop_until_the_bytes_have_landed_and_after() -> None:
     assert scheduler.apply(ActivateDestination(H)).result == Noop()
 
 
+def armed(prompt: Iterable[int], max_tokens: int) -> Stepper:
+    stepper = Stepper(decode_scheduler())
+    reserve = ReserveDestination(H, request("a", prompt, max_tokens), activate_when_landed=True)
+    stepper.scheduler.apply(reserve)
+    assert land(stepper, H, prompt)
+    return stepper
+
+
+def test_an_armed_destination_runs_as_soon_as_it_has_landed() -> None:
+    stepper = armed(PROMPT, 4)
+    assert stepper.scheduler.occupancy().waiting_requests == 1
+    stepper.run()
+    assert stepper.tokens["a"] == expected_output(tuple(PROMPT), 4)[1:]
+
+
+def test_the_activation_that_follows_an_armed_one_is_acknowledged_once() -> None:
+    scheduler = armed(PROMPT, 4).scheduler
+    assert scheduler.apply(ActivateDestination(H)).result == Applied()
+    assert scheduler.apply(ActivateDestination(H)).result == Noop()
+
+
+def test_an_armed_request_that_has_ended_is_still_acknowledged() -> None:
+    stepper = armed(PROMPT, 2)
+    stepper.run()
+    assert stepper.scheduler.is_drained
+    assert stepper.scheduler.apply(ActivateDestination(H)).result == Applied()
+    assert stepper.scheduler.apply(ActivateDestination(H)).result == Noop()
+
+
+def test_an_armed_destination_can_be_cancelled_before_its_activation_is_acknowledged() -> None:
+    scheduler = armed(PROMPT, 4).scheduler
+    assert scheduler.apply(CancelDestination(H)).result == Applied()
+    assert scheduler.apply(ActivateDestination(H)).result == Noop()
+    assert scheduler.is_drained
+
+
+def test_an_old_acknowledgement_is_not_for_a_new_reservation() -> None:
+    stepper = armed(PROMPT, 2)
+    stepper.run()
+    stepper.scheduler.apply(ReserveDestination(H, request("b", PROMPT, 2)))
+    assert stepper.scheduler.apply(ActivateDestination(H)).result == Noop()
+
+
 def test_activate_after_cancel_is_a_noop() -> None:
     stepper = Stepper(scheduler := decode_scheduler())
     scheduler.apply(ReserveDestination(H, request("a", PROMPT)))

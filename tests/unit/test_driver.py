@@ -142,6 +142,16 @@ async def test_a_handoff_runs_and_its_decode_is_watched_to_its_end(order: Order)
     assert not bench.driver.cancel(R)
 
 
+async def test_a_decode_whose_end_overtakes_its_landing_still_releases_the_source() -> None:
+    bench = Bench()
+    task = await bench.begin()
+    await bench.report(RESERVED)
+    await bench.report(FINISHED)
+    assert (await task).completion is Completion.HANDED_OVER
+    assert bench.nodes.done[-2:] == ["decode-0 ActivateDestination", "prefill-0 ReleaseSource"]
+    assert bench.driver.active == 0
+
+
 async def test_an_event_in_a_commands_effects_counts() -> None:
     bench = Bench()
     bench.nodes.replies[ReserveDestination] = lambda: CommandEffects(DestinationAccepted(R), (RESERVED,))
