@@ -2,6 +2,7 @@
 
 import ipaddress
 import json
+import secrets
 import signal
 import socket
 import subprocess
@@ -156,17 +157,25 @@ def test_a_killed_decode_node_ends_its_requests_with_an_error(server_home: Path)
 
 
 def test_a_taken_port_is_said_and_nothing_stays(server_home: Path) -> None:
-    before = {p.pid for p in psutil.process_iter() if "ray" in p.name()}
+    mark = secrets.token_hex(8)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         result = subprocess.run(
             [prelay(), "serve", "--port", str(taken.getsockname()[1])],
             capture_output=True,
             text=True,
             timeout=180,
-            env=environment(server_home),
+            env={**environment(server_home), "PRELAY_TEST_MARK": mark},
             check=False,
         )
     assert result.returncode == 1
     assert "--port" in result.stderr
     assert "Traceback" not in result.stderr
-    wait_until(lambda: {p.pid for p in psutil.process_iter() if "ray" in p.name()} <= before, 10)
+    wait_until(lambda: not any(_has_mark(process, mark) for process in psutil.process_iter()), 10)
+
+
+def _has_mark(process: psutil.Process, mark: str) -> bool:
+    """Whether this process descends from the command that was started with the mark in its environment."""
+    try:
+        return process.environ().get("PRELAY_TEST_MARK") == mark
+    except psutil.Error:
+        return False
