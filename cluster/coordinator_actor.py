@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import structlog
 from ray.exceptions import RayActorError, RayTaskError
 
-from cluster.errors import NoNodeLeft
+from cluster.errors import NodeLost, NoNodeLeft
 from handoff.coordinator import Order
 from handoff.driver import Driver, DriverLimits, HandoffRecord
 from handoff.logs import configure_logs
@@ -35,23 +35,25 @@ class RayNodes:
         self._handles = handles
 
     async def apply(self, node: NodeId, command: Command) -> CommandEffects:
-        return await _unwrapped(self._handles[node].apply.remote(command))
+        return await _unwrapped(node, self._handles[node].apply.remote(command))
 
     async def submit_prefill(
         self, node: NodeId, command: SubmitHandoffPrefill, send_to: NodeId | None
     ) -> CommandEffects:
-        return await _unwrapped(self._handles[node].submit_prefill.remote(command, send_to))
+        return await _unwrapped(node, self._handles[node].submit_prefill.remote(command, send_to))
 
     async def start_transfer(self, node: NodeId, handoff_id: HandoffId, attempt: int, destination: NodeId) -> bool:
-        return await _unwrapped(self._handles[node].start_transfer.remote(handoff_id, attempt, destination))
+        return await _unwrapped(node, self._handles[node].start_transfer.remote(handoff_id, attempt, destination))
 
 
-async def _unwrapped(call: Awaitable[T]) -> T:
-    """A node's own error instead of Ray's wrapping of it."""
+async def _unwrapped(node: NodeId, call: Awaitable[T]) -> T:
+    """A node's own error instead of Ray's wrapping of it. Raises NodeLost if its process is gone."""
     try:
         return await call
     except RayTaskError as error:
         raise error.cause from None
+    except RayActorError:
+        raise NodeLost(f"{node} was lost") from None
 
 
 class CoordinatorActor:
