@@ -88,8 +88,9 @@ class ApiActor:
         self._streams.fail(request_id, ServiceFailed(f"the request was interrupted: {reason}"))
 
     async def stop(self) -> None:
-        """Stop listening; open streams end, which cancels their requests."""
+        """Stop listening; open streams end with an error event, which cancels their requests."""
         if self._server is None or self._serving is None:
             return
+        self._streams.fail_all(ServiceFailed("the server is stopping"))
         self._server.ask_to_stop()
         await asyncio.wait({self._serving}, timeout=STOP_TIMEOUT_S)

@@ -4,12 +4,12 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version as distribution_version
 from pathlib import Path
 from threading import Event
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,6 +20,9 @@ from cluster.running import NoServer, announce, find, withdraw
 from cluster.settings import Settings, SettingsError, load_settings
 from cluster.status_view import status_view
 from handoff.packaging import ShadowedPackage, check_packages
+
+if TYPE_CHECKING:
+    from cluster.launch import Cluster
 
 app = typer.Typer(
     help="Disaggregated LLM serving: prefill and decode pools with a transactional KV handoff over UCX.",
@@ -81,10 +84,10 @@ def serve(
             }
         ),
     )
-    with _cluster(settings) as url:
-        out.print(f"Prelay serves {settings.model} on {url}", highlight=False, soft_wrap=True)
+    with _cluster(settings) as cluster:
+        out.print(f"Prelay serves {cluster.model} on {cluster.url}", highlight=False, soft_wrap=True)
         out.print("Press Ctrl-C to stop.")
-        _wait_for_signal()
+        Event().wait()
         out.print("Stopping.")
 
 
@@ -94,8 +97,8 @@ def demo(config: ConfigOption = None, model: ModelOption = None) -> None:
     from cluster.demo import run_demo
 
     settings = load_settings(config, {**_given({"model": model}), "port": 0})
-    with _cluster(settings) as url:
-        run_demo(url, out)
+    with _cluster(settings) as cluster:
+        run_demo(cluster.url, out)
 
 
 @app.command()
@@ -164,8 +167,8 @@ def _progress(line: str) -> None:
 
 
 @contextmanager
-def _cluster(settings: Settings) -> Iterator[str]:
-    """A running cluster's URL; it is stopped on the way out, also when a signal comes while it starts."""
+def _cluster(settings: Settings) -> Iterator["Cluster"]:
+    """A running cluster; it is stopped on the way out, also when a signal comes while it starts."""
     model = _resolve(settings.model)
     err.print("Loading libraries.", style="dim")
     from cluster.launch import launch
@@ -174,7 +177,7 @@ def _cluster(settings: Settings) -> Iterator[str]:
         cluster = launch(settings, model, _progress)
         try:
             announce(_home(), cluster.url)
-            yield cluster.url
+            yield cluster
         except KeyboardInterrupt:
             pass
         finally:
@@ -194,14 +197,6 @@ def _signals_raise() -> Iterator[None]:
 
 def _raise_interrupt(*_: object) -> None:
     raise KeyboardInterrupt
-
-
-def _wait_for_signal() -> None:
-    # Ray installs a handler of its own while it starts.
-    handler: Callable[..., None] = _raise_interrupt
-    signal.signal(signal.SIGTERM, handler)
-    signal.signal(signal.SIGINT, handler)
-    Event().wait()
 
 
 def _read_line() -> str:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -32,6 +33,8 @@ log = structlog.get_logger()
 OBJECT_STORE_BYTES = 80 << 20
 """Tokens and commands are small and travel inline; KV never goes through Ray."""
 STOP_TIMEOUT_S = 3.0
+RESERVED_CALLS = 1000
+"""Calls to the coordinator beside those that serve requests: reports, cancels, status."""
 LOOPBACK = "127.0.0.1"
 
 _ENVIRONMENT = {
@@ -59,10 +62,11 @@ Progress = Callable[[str], None]
 
 
 class Cluster:
-    """A running cluster. url: the API's address."""
+    """A running cluster. url: the API's address; model: the name that requests give."""
 
-    def __init__(self, url: str, api: Any, nodes: dict[NodeId, Any]) -> None:
+    def __init__(self, url: str, model: str, api: Any, nodes: dict[NodeId, Any]) -> None:
         self.url = url
+        self.model = model
         self._api = api
         self._nodes = nodes
 
@@ -92,7 +96,7 @@ def _start_ray(settings: Settings) -> None:
     """An embedded Ray that listens on loopback only and sends no usage report."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    with _embedded_ray():
+    with _signal_handlers_kept(), _embedded_ray():
         ray.init(
             address="local",
             include_dashboard=False,
@@ -104,6 +108,17 @@ def _start_ray(settings: Settings) -> None:
             _system_config=_QUIET_RAY,
             logging_level=logging.ERROR,
         )
+
+
+@contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """Ray's native handler of SIGTERM would abort this process, with a stack trace, while the nodes load."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -124,7 +139,7 @@ def _embedded_ray() -> Iterator[None]:
 def _launch_actors(settings: Settings, model: ModelFolder, progress: Progress) -> Cluster:
     limits = settings.limits
     api = _actor(ApiActor).remote(limits)
-    coordinator = _actor(CoordinatorActor).remote(
+    coordinator = _actor(CoordinatorActor, max_concurrency=coordinator_calls(limits.max_requests)).remote(
         settings.order,
         DriverLimits(action_s=limits.action_s, handoff_s=limits.handoff_s),
         limits.health_interval_s,
@@ -150,7 +165,16 @@ def _launch_actors(settings: Settings, model: ModelFolder, progress: Progress) -
         ),
         timeout=limits.start_s,
     )
-    return Cluster(url, api, nodes)
+    return Cluster(url, model.name, api, nodes)
+
+
+def coordinator_calls(max_requests: int) -> int:
+    """How many calls the coordinator may have open at once.
+
+    Each request that is not handed over yet keeps one open, and so does one whose client has left until it is cleaned
+    up. Beyond the limit Ray queues calls, and the reports that would let the open ones end must never be among those.
+    """
+    return 2 * max_requests + RESERVED_CALLS
 
 
 def _actor(actor: type, **options: Any) -> Any:

@@ -1,7 +1,7 @@
 """The gateway over Ray: requests go to the coordinator, tokens come from the nodes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Coroutine
 from typing import Any
 
 import structlog
@@ -17,6 +17,7 @@ from scheduler.request import Request
 log = structlog.get_logger()
 
 STATUS_TIMEOUT_S = 30.0
+CANCEL_RETRY_S = 0.05
 
 
 class RayGateway:
@@ -27,13 +28,14 @@ class RayGateway:
         self._streams = streams
         self._max_requests = max_requests
         self._token_timeout_s = token_timeout_s
-        self._watchers: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def generate(self, request: Request) -> AsyncIterator[TokenOutput]:
         if len(self._streams) >= self._max_requests:
             raise Overloaded(f"{self._max_requests} requests are being served: try again later")
         stream = self._streams.open(request.request_id)
-        self._watch(request.request_id, self._coordinator.serve.remote(request))
+        # A handoff that doesn't succeed ends its request's stream; the wait is bounded by the driver's limits.
+        serving = self._start(self._fail_unless_served(request.request_id, self._coordinator.serve.remote(request)))
         finished = False
         try:
             while not finished:
@@ -43,8 +45,8 @@ class RayGateway:
         finally:
             self._streams.close(request.request_id)
             if not finished:
-                # Fire and forget: the coordinator's cleanup is bounded on its side.
-                self._coordinator.cancel.remote(request.request_id)
+                # Not awaited: the coordinator's cleanup is bounded on its side.
+                self._start(self._cancel(request.request_id, serving))
 
     async def status(self) -> dict[str, Any]:
         status: dict[str, Any] = await asyncio.wait_for(
@@ -53,11 +55,19 @@ class RayGateway:
         status["requests"] = {"open": len(self._streams), "max": self._max_requests}
         return status
 
-    def _watch(self, request_id: RequestId, serving: Awaitable[HandoffRecord]) -> None:
-        """A handoff that doesn't succeed ends its request's stream; the wait is bounded by the driver's limits."""
-        task = asyncio.create_task(self._fail_unless_served(request_id, serving))
-        self._watchers.add(task)
-        task.add_done_callback(self._watchers.discard)
+    def _start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _cancel(self, request_id: RequestId, serving: "asyncio.Task[None]") -> None:
+        """Calls are not ordered: a cancel that overtook its request is unknown there, and asked again."""
+        try:
+            while not await self._coordinator.cancel.remote(request_id) and not serving.done():
+                await asyncio.wait({serving}, timeout=CANCEL_RETRY_S)
+        except Exception as lost:
+            log.error("request not cancelled", request_id=request_id, reason=str(lost))
 
     async def _fail_unless_served(self, request_id: RequestId, serving: Awaitable[HandoffRecord]) -> None:
         error: GatewayError | None

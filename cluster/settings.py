@@ -40,7 +40,7 @@ class Limits(_Model):
     start_s: float = Field(300.0, gt=0, description="start of all nodes, model loading included")
     health_interval_s: float = Field(10.0, gt=0, description="between two looks whether each node answers")
     health_timeout_s: float = Field(30.0, gt=0, description="a node's answer before it counts as lost")
-    max_body_bytes: int = Field(4 << 20, ge=1024)
+    max_body_bytes: int = Field(8 << 20, ge=1024)
 
 
 class Settings(_Model):

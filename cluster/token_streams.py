@@ -67,6 +67,10 @@ class TokenStreams:
                 continue
             stream.accept(TokenOutput(output.index, output.token, output.finish, output.cached_tokens))
 
+    def fail_all(self, error: GatewayError) -> None:
+        for stream in self._streams.values():
+            stream.fail(error)
+
     def fail(self, request_id: RequestId, error: GatewayError) -> None:
         stream = self._streams.get(request_id)
         if stream is not None:

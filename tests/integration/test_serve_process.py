@@ -122,13 +122,15 @@ def test_it_stops_within_five_seconds_and_leaves_nothing(server_home: Path, how:
             timeout=60,
             trust_env=False,
         ) as response:
-            next(response.iter_bytes())
+            lines = response.iter_lines()
+            next(lines)
             family = served.family()
             assert find(server_home) == served.url
             started = time.monotonic()
             served.process.send_signal(how)
             served.process.wait(20)
             assert time.monotonic() - started < 5
+            assert "the server is stopping" in [line for line in lines if line][-1]
         assert served.process.returncode == 0
         wait_until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), 5)
         assert shared_memory_files() <= before

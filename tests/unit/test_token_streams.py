@@ -74,6 +74,15 @@ async def test_a_failed_step_is_an_error_of_ours() -> None:
         await stream.next(1.0)
 
 
+async def test_a_stopping_server_ends_every_stream() -> None:
+    streams = TokenStreams()
+    mine, other = streams.open(R), streams.open(RequestId("other"))
+    streams.fail_all(ServiceFailed("the server is stopping"))
+    for stream in (mine, other):
+        with pytest.raises(ServiceFailed, match="stopping"):
+            await stream.next(1.0)
+
+
 async def test_closed_streams_take_nothing() -> None:
     streams = TokenStreams()
     streams.open(R)
