@@ -107,6 +107,7 @@ class CoordinatorActor:
             "order": self._order.value,
             "missing_roles": [role for role in self._pools if not self._alive(role)],
             "nodes": statuses,
+            "counters": _summed(statuses),
             "handoffs": {
                 "active": driver.active,
                 "phases": driver.phases(),
@@ -184,6 +185,14 @@ class CoordinatorActor:
             if other not in self._lost:
                 handle.disconnect.remote(node)
         self._running().on_node_lost(node)
+
+
+def _summed(statuses: list[dict[str, Any]]) -> dict[str, int]:
+    """The nodes' counters added up, under names that the metrics keep."""
+    total: Counter[str] = Counter()
+    for status in statuses:
+        total.update({f"node_{name}_total": count for name, count in status.get("counters", {}).items()})
+    return dict(total)
 
 
 def _plain(record: HandoffRecord) -> dict[str, Any]:
