@@ -1,21 +1,19 @@
 """A prefill replica: reads prompts, holds their KV, offers it to decode nodes."""
 
+from collections.abc import Iterable
 from concurrent.futures import Future
 
 from handoff.exchange import Broken, Landed, TransferEnd
 from handoff.node import MakeExchange, Node, Publish
 from scheduler.commands import (
     BoundaryEffects,
-    CancelSource,
     Command,
     CommandEffects,
-    ReleaseSource,
-    SourceFinished,
     SourceHeld,
     SubmitHandoffPrefill,
 )
 from scheduler.contract import DeviceIo
-from scheduler.ids import HandoffId, NodeId
+from scheduler.ids import HandoffId, NodeId, RequestId
 from scheduler.prefill_scheduler import PrefillScheduler
 
 
@@ -32,7 +30,7 @@ class PrefillNode(Node[PrefillScheduler]):
         publish: Publish,
     ) -> None:
         super().__init__(node, incarnation, scheduler, device, make_exchange, publish)
-        self._armed: dict[tuple[HandoffId, int], NodeId] = {}
+        self._armed: dict[RequestId, NodeId] = {}
 
     def submit_prefill(self, command: SubmitHandoffPrefill, send_to: NodeId | None) -> "Future[CommandEffects]":
         """Prefill and hold; with `send_to`, offer the KV in the very boundary in which it is held."""
@@ -45,7 +43,7 @@ class PrefillNode(Node[PrefillScheduler]):
     def _submit(self, command: SubmitHandoffPrefill, send_to: NodeId | None) -> CommandEffects:
         effects = self._apply(command)
         if send_to is not None:
-            self._armed[command.handoff_id, command.attempt] = send_to
+            self._armed[command.request.request_id] = send_to
         return effects
 
     def _offer(self, handoff_id: HandoffId, attempt: int, destination: NodeId) -> bool:
@@ -58,16 +56,19 @@ class PrefillNode(Node[PrefillScheduler]):
 
     def _apply(self, command: Command) -> CommandEffects:
         effects = self._scheduler.apply(command)
-        if isinstance(command, CancelSource | ReleaseSource):
-            self._armed.pop((command.handoff_id, command.attempt), None)
+        self._disarm(effects.retired)
         return effects
 
     def _observe(self, effects: BoundaryEffects) -> None:
         for event in effects.events:
-            if isinstance(event, SourceHeld | SourceFinished):
-                destination = self._armed.pop((event.handoff_id, event.attempt), None)
-                if destination is not None and isinstance(event, SourceHeld):
-                    self._offer(event.handoff_id, event.attempt, destination)
+            if isinstance(event, SourceHeld) and event.request_id in self._armed:
+                self._offer(event.handoff_id, event.attempt, self._armed.pop(event.request_id))
+        self._disarm(effects.retired)
+
+    def _disarm(self, retired: Iterable[RequestId]) -> None:
+        """However a request ended, nothing of it will be held."""
+        for request_id in retired:
+            self._armed.pop(request_id, None)
 
     def _settle(self, end: TransferEnd) -> tuple[Landed | Broken, ...]:
         self._scheduler.transfer_quiet(end.handoff_id, end.attempt)
