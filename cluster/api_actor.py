@@ -19,7 +19,7 @@ from cluster.ray_gateway import RayGateway
 from cluster.settings import Limits
 from cluster.token_streams import TokenStreams
 from handoff.logs import configure_logs
-from scheduler.commands import Output
+from scheduler.events import Output
 from scheduler.ids import RequestId
 
 CLOSE_CONNECTIONS_S = 1

@@ -10,6 +10,7 @@ from importlib.metadata import version as distribution_version
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
 
 import typer
 from rich.console import Console
@@ -19,6 +20,7 @@ from cluster.errors import LaunchFailed
 from cluster.running import NoServer, announce, find, withdraw
 from cluster.settings import Settings, SettingsError, load_settings
 from cluster.status_view import status_view
+from cluster.story_view import story_lines
 from handoff.packaging import ShadowedPackage, check_packages
 
 if TYPE_CHECKING:
@@ -116,6 +118,24 @@ def status(url: UrlOption = None, as_json: Annotated[bool, typer.Option("--json"
         out.print_json(json.dumps(document))
     else:
         out.print(status_view(document))
+
+
+@app.command()
+def story(
+    request_id: Annotated[
+        str, typer.Argument(help="A request's id, or the id of its answer (cmpl-..., chatcmpl-...).")
+    ],
+    url: UrlOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Tell what happened to a request, on every node."""
+    with Client(url or find(_home())) as client:
+        document = client.get(f"/cluster/story/{quote(request_id, safe='')}")
+    if as_json:
+        out.print_json(json.dumps(document))
+        return
+    for line in story_lines(document):
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from cluster.errors import NodeLost, NoNodeLeft
 from handoff.coordinator import Order
 from handoff.driver import Driver, DriverLimits, HandoffRecord
+from handoff.leases import HandoffKey, LeaseKeeper
 from handoff.logs import configure_logs
 from handoff.report import NodeReport
 from scheduler.commands import Command, CommandEffects, SubmitHandoffPrefill
@@ -25,11 +26,12 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 RECENT_RECORDS = 256
-STATUS_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 10.0
+"""A node's answer to a question of an operator."""
 
 
 class RayNodes:
-    """NodePort over actor handles."""
+    """NodePort and LeasePort over actor handles."""
 
     def __init__(self, handles: dict[NodeId, Any]) -> None:
         self._handles = handles
@@ -45,6 +47,9 @@ class RayNodes:
     async def start_transfer(self, node: NodeId, handoff_id: HandoffId, attempt: int, destination: NodeId) -> bool:
         return await _unwrapped(node, self._handles[node].start_transfer.remote(handoff_id, attempt, destination))
 
+    async def renew_leases(self, node: NodeId, handoffs: Sequence[HandoffKey]) -> None:
+        await _unwrapped(node, self._handles[node].renew_leases.remote(handoffs))
+
 
 async def _unwrapped(node: NodeId, call: Awaitable[T]) -> T:
     """A node's own error instead of Ray's wrapping of it. Raises NodeLost if its process is gone."""
@@ -56,12 +61,29 @@ async def _unwrapped(node: NodeId, call: Awaitable[T]) -> T:
         raise NodeLost(f"{node} was lost") from None
 
 
+async def _answer(call: Awaitable[T]) -> T:
+    """A node's answer in time. Raises TimeoutError, RayActorError or RayTaskError."""
+
+    async def wait() -> T:
+        return await call
+
+    return await asyncio.wait_for(wait(), ANSWER_TIMEOUT_S)
+
+
 class CoordinatorActor:
     """Hosts the driver. Its calls are coroutines of one event loop."""
 
-    def __init__(self, order: str, limits: DriverLimits, health_interval_s: float, health_timeout_s: float) -> None:
+    def __init__(
+        self,
+        order: str,
+        limits: DriverLimits,
+        lease_s: float,
+        health_interval_s: float,
+        health_timeout_s: float,
+    ) -> None:
         self._order = Order(order)
         self._limits = limits
+        self._lease_s = lease_s
         self._health_interval_s = health_interval_s
         self._health_timeout_s = health_timeout_s
         self._handles: dict[NodeId, Any] = {}
@@ -80,8 +102,10 @@ class CoordinatorActor:
         self._api = api
         self._handles = {**prefill, **decode}
         self._pools = {"prefill": list(prefill), "decode": list(decode)}
-        self._driver = Driver(RayNodes(self._handles), self._limits, time.monotonic, self._on_record, self._on_orphan)
-        self._watches = [asyncio.create_task(self._ping_nodes())]
+        nodes = RayNodes(self._handles)
+        self._driver = Driver(nodes, self._limits, time.monotonic, self._on_record, self._on_orphan)
+        keeper = LeaseKeeper(nodes, self._driver.live_handoffs, self._lease_s)
+        self._watches = [asyncio.create_task(keeper.run()), asyncio.create_task(self._ping_nodes())]
         self._watches += [asyncio.create_task(self._wait_for_end(node)) for node in self._handles]
 
     async def serve(self, request: Request) -> HandoffRecord:
@@ -116,6 +140,16 @@ class CoordinatorActor:
             "recent": [_plain(record) for record in self._recent],
         }
 
+    async def story(self, request_id: RequestId) -> dict[str, Any]:
+        """What every node knows of a request, in order of time: see docs/api.md, /cluster/story."""
+        answers = await asyncio.gather(*(self._story_of(node, request_id) for node in self._handles))
+        lines = [line for answer in answers for line in answer.get("lines", ())]
+        return {
+            "request_id": request_id,
+            "lines": sorted(lines, key=lambda line: line["at"]),
+            "silent": [answer for answer in answers if "reason" in answer],
+        }
+
     def _running(self) -> Driver:
         if self._driver is None:
             raise RuntimeError("the coordinator is not started")
@@ -142,14 +176,19 @@ class CoordinatorActor:
         if node in self._lost:
             return {"node": node, "lost": self._lost[node]}
         try:
-            status: dict[str, Any] = await asyncio.wait_for(self._call_status(node), STATUS_TIMEOUT_S)
+            status: dict[str, Any] = await _answer(self._handles[node].status.remote())
         except (TimeoutError, RayActorError, RayTaskError) as error:
             return {"node": node, "unreachable": f"{type(error).__name__}: {error}"}
         return status
 
-    async def _call_status(self, node: NodeId) -> dict[str, Any]:
-        status: dict[str, Any] = await self._handles[node].status.remote()
-        return status
+    async def _story_of(self, node: NodeId, request_id: RequestId) -> dict[str, Any]:
+        if node in self._lost:
+            return {"node": node, "reason": self._lost[node]}
+        try:
+            lines: list[dict[str, Any]] = await _answer(self._handles[node].story.remote(request_id))
+        except (TimeoutError, RayActorError, RayTaskError) as error:
+            return {"node": node, "reason": f"{type(error).__name__}: {error}".splitlines()[0]}
+        return {"lines": [{"node": node, **line} for line in lines]}
 
     async def _wait_for_end(self, node: NodeId) -> None:
         """A node that ends, or whose process dies, is noticed at once."""

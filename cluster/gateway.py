@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from scheduler.ids import RequestId
 from scheduler.request import FinishReason, Request
 
 
@@ -46,4 +47,8 @@ class Gateway(Protocol):
 
     async def status(self) -> dict[str, Any]:
         """Nodes, links, handoffs: what `prelay status --json` prints."""
+        ...
+
+    async def story(self, request_id: RequestId) -> dict[str, Any]:
+        """What the nodes know of a request: what `prelay story` prints."""
         ...

@@ -142,6 +142,7 @@ def _launch_actors(settings: Settings, model: ModelFolder, progress: Progress) -
     coordinator = _actor(CoordinatorActor, max_concurrency=coordinator_calls(limits.max_requests)).remote(
         settings.order,
         DriverLimits(action_s=limits.action_s, handoff_s=limits.handoff_s),
+        limits.lease_s,
         limits.health_interval_s,
         limits.health_timeout_s,
     )
@@ -208,12 +209,17 @@ def _node_config(node: NodeId, settings: Settings, pool: PoolSettings, model: Mo
             kv_bytes=pool.kv_mib << 20,
             max_model_len=settings.max_model_len,
             threads=settings.threads_of(pool),
+            spill_bytes=pool.spill_bytes,
+            spill_path=pool.spill_path,
         ),
         batch=BatchLimits(
             max_tokens=max(pool.max_batch_tokens, pool.max_batch_sequences),
             max_sequences=pool.max_batch_sequences,
         ),
+        policy=pool.scheduling,
+        max_holds=settings.limits.max_holds,
         max_reservations=settings.limits.max_reservations,
+        lease_s=settings.limits.lease_s,
         prefix_caching=settings.prefix_caching,
         transport=settings.transport,
     )

@@ -16,7 +16,8 @@ from scheduler.request import Request
 
 log = structlog.get_logger()
 
-STATUS_TIMEOUT_S = 30.0
+ANSWER_TIMEOUT_S = 30.0
+"""The coordinator's answer to a question of an operator."""
 CANCEL_RETRY_S = 0.05
 
 
@@ -49,11 +50,13 @@ class RayGateway:
                 self._start(self._cancel(request.request_id, serving))
 
     async def status(self) -> dict[str, Any]:
-        status: dict[str, Any] = await asyncio.wait_for(
-            _as_coroutine(self._coordinator.status.remote()), STATUS_TIMEOUT_S
-        )
+        status: dict[str, Any] = await _answer(self._coordinator.status.remote())
         status["requests"] = {"open": len(self._streams), "max": self._max_requests}
         return status
+
+    async def story(self, request_id: RequestId) -> dict[str, Any]:
+        story: dict[str, Any] = await _answer(self._coordinator.story.remote(request_id))
+        return story
 
     def _start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.create_task(work)
@@ -93,5 +96,10 @@ def failure_of(record: HandoffRecord) -> GatewayError | None:
     return ServiceFailed(f"the request could not be served: {record.reason}")
 
 
-async def _as_coroutine(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable
+async def _answer(call: Awaitable[Any]) -> Any:
+    """Raises TimeoutError."""
+
+    async def wait() -> Any:
+        return await call
+
+    return await asyncio.wait_for(wait(), ANSWER_TIMEOUT_S)

@@ -6,9 +6,10 @@ from typing import Literal
 
 import psutil
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 import cluster
+from scheduler.policies import Preemption, SchedulingPolicy
 
 
 class SettingsError(ValueError):
@@ -20,20 +21,53 @@ class _Model(BaseModel):
 
 
 class PoolSettings(_Model):
-    """One pool of nodes. threads: CPU threads of a step, 0 for an equal share of the cores."""
+    """One pool of nodes. threads: CPU threads of a step, 0 for an equal share of the cores.
+
+    policy, preemption, victim, immunity_tokens: see scheduler/policies.py. spill_path: a folder, None for host memory.
+    """
 
     nodes: int = Field(1, ge=1, le=64)
     threads: int = Field(0, ge=0, le=1024)
     kv_mib: int = Field(1024, ge=1, description="KV memory of one node")
     max_batch_tokens: int = Field(512, ge=1, description="token budget of one step")
     max_batch_sequences: int = Field(64, ge=1)
+    policy: Literal["fifo", "priority", "shortest-prefill"] = "fifo"
+    preemption: Literal["none", "recompute", "spill"] = "recompute"
+    victim: Literal["last", "fewest-outputs", "lowest-priority"] = "last"
+    immunity_tokens: int = Field(16, ge=0, description="sampled after a preemption before the next one")
+    spill_mib: int = Field(0, ge=0, description="room of one node for the KV of preempted requests")
+    spill_path: str | None = None
+
+    @model_validator(mode="after")
+    def _spill_has_room(self) -> "PoolSettings":
+        if self.preemption == "spill" and not self.spill_mib:
+            raise ValueError(
+                "preemption is spill, but spill_mib is 0, so nothing could be saved: "
+                "set spill_mib to the MiB that preempted requests may take, or preemption to recompute"
+            )
+        return self
+
+    @property
+    def scheduling(self) -> SchedulingPolicy:
+        return SchedulingPolicy(
+            queue=self.policy,
+            preemption=Preemption(self.preemption),
+            victim=self.victim,
+            immunity_tokens=self.immunity_tokens,
+        )
+
+    @property
+    def spill_bytes(self) -> int:
+        return self.spill_mib << 20 if self.preemption == "spill" else 0
 
 
 class Limits(_Model):
     """Bounds on everything that waits or queues."""
 
     max_requests: int = Field(256, ge=1, description="requests in the cluster before the API answers 429")
+    max_holds: int = Field(64, ge=1, description="handoffs under way on one prefill node, the others queue there")
     max_reservations: int = Field(32, ge=1, description="handoffs in flight towards one decode node")
+    lease_s: float = Field(60.0, gt=0, description="without the coordinator before a node frees a handoff's blocks")
     action_s: float = Field(60.0, gt=0, description="a node's acknowledgement of one command")
     handoff_s: float = Field(600.0, gt=0, description="from routing to running on the decode node")
     token_s: float = Field(600.0, gt=0, description="the next token of a running request")
@@ -78,7 +112,9 @@ def load_settings(path: Path | None, overrides: dict[str, object]) -> Settings:
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
-        lines = [f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors()]
+        lines = [
+            f"{'.'.join(str(p) for p in e['loc'])}: {e['msg'].removeprefix('Value error, ')}" for e in error.errors()
+        ]
         raise SettingsError("; ".join(lines)) from None
 
 

@@ -22,7 +22,7 @@ def status_view(status: dict[str, Any]) -> Group:
 def _nodes(status: dict[str, Any]) -> Table:
     table = _table("Nodes: KV blocks and requests")
     table.add_column("node", no_wrap=True)
-    for column in (*_STATES, "waiting", "running"):
+    for column in (*_STATES, "waiting", "running", "preemptions"):
         table.add_column(column, justify="right")
     for node in status["nodes"]:
         if "blocks" not in node:
@@ -33,6 +33,7 @@ def _nodes(status: dict[str, Any]) -> Table:
             *(str(node["blocks"][state]) for state in _STATES),
             str(node["requests"]["waiting"]),
             str(node["requests"]["running"]),
+            str(node["counters"]["preemptions"]),
         )
     return table
 

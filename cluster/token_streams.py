@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterable
 
 from cluster.gateway import GatewayError, ServiceFailed, TokenOutput
-from scheduler.commands import Output
+from scheduler.events import Output
 from scheduler.ids import RequestId
 from scheduler.request import FinishReason
 

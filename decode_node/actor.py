@@ -1,5 +1,7 @@
 """The process of a decode replica: builds the device, the scheduler and the exchange, and hosts the node."""
 
+import time
+
 from decode_node.node import DecodeNode
 from device.build import build_router
 from handoff.node_actor import NodeActor
@@ -18,6 +20,17 @@ class DecodeActor(NodeActor[DecodeNode]):
             max_model_len=facts.max_model_len,
             max_reservations=config.max_reservations,
             prefix_caching=config.prefix_caching,
+            policy=config.policy,
+            lease_s=config.lease_s,
+            incarnation=config.incarnation,
         )
-        node = DecodeNode(config.node, config.incarnation, scheduler, router, self._make_exchange(facts), self._publish)
+        node = DecodeNode(
+            config.node,
+            config.incarnation,
+            scheduler,
+            router,
+            self._make_exchange(facts),
+            self._publish,
+            time.monotonic,
+        )
         return node, router.pool.bytes_view()

@@ -2,37 +2,30 @@
 
 from handoff.exchange import Broken, Landed, TransferEnd
 from handoff.node import Node
-from scheduler.commands import (
-    BoundaryEffects,
-    CancelDestination,
-    Command,
-    CommandEffects,
-    DestinationReserved,
-)
+from scheduler.commands import CancelDestination, Command, CommandEffects
 from scheduler.decode_scheduler import DecodeScheduler
+from scheduler.events import DestinationReserved, LeaseExpired, LifecycleEvent
 
 
 class DecodeNode(Node[DecodeScheduler]):
     role = "decode"
 
     def _apply(self, command: Command) -> CommandEffects:
-        effects = self._scheduler.apply(command)
-        self._observe(BoundaryEffects(events=effects.events))
-        # A command can let other handoffs' reservations through. Their drivers don't see this command's reply, and
-        # the caller's copy may be lost with it; facts may come twice.
-        self._emit(BoundaryEffects(events=effects.events), ())
+        effects = super()._apply(command)
         if isinstance(command, CancelDestination):
             self._exchange.withdraw(command.handoff_id, command.attempt)
         return effects
 
-    def _observe(self, effects: BoundaryEffects) -> None:
-        """A reservation can be filled from the moment that the outside may know of it."""
-        for event in effects.events:
-            if isinstance(event, DestinationReserved):
-                reserved = self._scheduler.reserved(event.handoff_id, event.attempt)
+    def _on_event(self, event: LifecycleEvent) -> None:
+        match event:
+            case DestinationReserved(handoff_id, attempt):
+                # It can be filled from the moment that the outside may know of it.
+                reserved = self._scheduler.reserved(handoff_id, attempt)
                 if reserved is not None:
-                    self._scheduler.transfer_started(event.handoff_id, event.attempt)
-                    self._exchange.expect(event.handoff_id, event.attempt, reserved)
+                    self._scheduler.transfer_started(handoff_id, attempt)
+                    self._exchange.expect(handoff_id, attempt, reserved)
+            case LeaseExpired(handoff_id, attempt):
+                self._exchange.withdraw(handoff_id, attempt)
 
     def _settle(self, end: TransferEnd) -> tuple[Landed | Broken, ...]:
         if isinstance(end, Landed):

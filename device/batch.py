@@ -63,8 +63,8 @@ def pack(rows: Sequence[Row], block_size: int, device: torch.device) -> Batch:
 def _spans(rows: Sequence[Row]) -> tuple[Span, ...]:
     spans, offset = [], 0
     for row in rows:
-        spans.append(Span(offset, len(row.tokens), row.start, row.blocks))
-        offset += len(row.tokens)
+        spans.append(Span(offset, row.count, row.start, row.blocks))
+        offset += row.count
     return tuple(spans)
 
 

@@ -21,6 +21,8 @@ def build_router(config: DeviceConfig) -> SyncRouter:
         kv_bytes=config.kv_bytes,
         total_blocks=None,
         max_model_len=config.max_model_len,
+        spill_bytes=config.spill_bytes,
+        spill_path=None if config.spill_path is None else Path(config.spill_path).expanduser(),
     )
 
 

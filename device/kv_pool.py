@@ -4,13 +4,18 @@ Layout: [blocks, layers, 2, kv_heads, block_size, head_dim]; index 0 of the thir
 token's place in the pool: block * block_size + offset in the block.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from device.errors import DeviceSetupError
+
+Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
+"""Flat host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,7 @@ class KvGeometry:
 
 
 class KvPool:
-    """The pool's tensor, and the three ways into it: write tokens, gather blocks, raw bytes for the transport."""
+    """The pool's tensor, and the ways into it: write tokens, gather blocks, whole blocks in and out, raw bytes."""
 
     def __init__(self, geometry: KvGeometry, total_blocks: int, device: torch.device) -> None:
         g = geometry
@@ -97,6 +102,28 @@ class KvPool:
         pages = self._pages[layer].index_select(0, index)
         both = pages.view(2, sequences, g.kv_heads, -1, g.head_dim)
         return both[0], both[1]
+
+    def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy blocks within the pool, each (source, target) after the one before it."""
+        for source, target in pairs:
+            self.tensor[target].copy_(self.tensor[source])
+
+    def read_blocks(self, blocks: Sequence[int]) -> Bytes:
+        """The content of `blocks`, one after another, in host memory when this returns.
+
+        Block by block into pageable memory: no room is needed on the device, and none stays pinned on the host.
+        """
+        host = torch.empty((len(blocks), *self.tensor.shape[1:]), dtype=self.geometry.dtype)
+        for own, block in zip(host, blocks, strict=True):
+            own.copy_(self.tensor[block])
+        content: Bytes = host.view(-1).view(torch.uint8).numpy()
+        return content
+
+    def write_blocks(self, blocks: Sequence[int], content: Bytes) -> None:
+        """The reverse of `read_blocks`; `content` may be reused when this returns."""
+        host = torch.from_numpy(content).view(self.geometry.dtype).view(len(blocks), *self.tensor.shape[1:])
+        for own, block in zip(host, blocks, strict=True):
+            self.tensor[block].copy_(own)
 
     def scrub(self, blocks: list[int]) -> None:
         """Replace what is not finite in `blocks` by zeros, so that it cannot reach their next owner."""

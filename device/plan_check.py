@@ -11,8 +11,8 @@ def check_plan(plan: StepPlan, facts: DeviceFacts) -> None:
         raise _wrong("the plan has no rows")
     written: dict[int, str] = {}
     for row in plan.rows:
-        if isinstance(plan, Decode) and len(row.tokens) != 1:
-            raise _wrong(f"{row.request_id}: a decode row has one token, this one has {len(row.tokens)}")
+        if isinstance(plan, Decode) and row.count != 1:
+            raise _wrong(f"{row.request_id}: a decode row has one token, this one has {row.count}")
         _check_row(row, facts)
         if row.draw is not None:
             _check_draw(row, row.draw, facts.vocab_size)
@@ -23,11 +23,13 @@ def check_plan(plan: StepPlan, facts: DeviceFacts) -> None:
 
 
 def _check_row(row: Row, facts: DeviceFacts) -> None:
-    if not row.tokens:
+    if row.count < 1:
         raise _wrong(f"{row.request_id}: the row has no tokens")
-    end = row.start + len(row.tokens)
+    end = row.end
     if row.start < 0 or end > facts.max_model_len:
         raise _wrong(f"{row.request_id}: positions {row.start} to {end - 1} leave 0 to {facts.max_model_len - 1}")
+    if end > len(row.known):
+        raise _wrong(f"{row.request_id}: the row ends at position {end}, {len(row.known)} tokens are known")
     used = _blocks_used(row, facts)
     if used > len(row.blocks):
         raise _wrong(f"{row.request_id}: {end} positions need {used} blocks, the table has {len(row.blocks)}")
@@ -36,20 +38,20 @@ def _check_row(row: Row, facts: DeviceFacts) -> None:
 
 
 def _blocks_used(row: Row, facts: DeviceFacts) -> int:
-    return -(-(row.start + len(row.tokens)) // facts.block_size)
+    return -(-row.end // facts.block_size)
 
 
 def _check_draw(row: Row, draw: Draw, vocab_size: int) -> None:
-    params, end = draw.params, row.start + len(row.tokens)
-    if draw.position != end:
-        raise _wrong(f"{row.request_id}: the token after position {end - 1} is drawn as position {draw.position}")
+    params = draw.params
+    if row.end != len(row.known):
+        raise _wrong(f"{row.request_id}: the token at position {row.end} is drawn, but it is known")
     in_range = params.temperature >= 0 and 0 < params.top_p <= 1 and params.top_k >= 0
     if not in_range or not params.repetition_penalty > 0:
         raise _wrong(f"{row.request_id}: sampling parameters out of range: {params}")
     if draw.suppress:
         _check_ids(row, "suppressed token", tuple(draw.suppress), vocab_size)
-    if draw.history and params.repetition_penalty != 1:
-        _check_ids(row, "history token", draw.history, vocab_size)
+    if params.repetition_penalty != 1:
+        _check_ids(row, "history token", row.history, vocab_size)
 
 
 def _check_ids(row: Row, what: str, ids: Sequence[int], limit: int) -> None:

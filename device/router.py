@@ -10,18 +10,20 @@ from torch import Tensor
 import device.torch_attention  # noqa: F401 (registers the "torch" back end)
 from device.attention import AttentionBackend, attention_backend
 from device.batch import pack
+from device.effects import EffectApplier
 from device.errors import DeviceSetupError
 from device.kv_pool import KvGeometry, KvPool
 from device.loading import LoadedModel, dtype_name, load_model
 from device.plan_check import check_plan
 from device.sampler import NotFiniteError, draw_tokens
+from device.spill import SpillStore, open_store
 from scheduler.contract import (
     DeviceError,
     DeviceFacts,
     DeviceIo,
     Effect,
+    EffectOutcome,
     Fault,
-    Quiesce,
     Row,
     StepPlan,
     StepResult,
@@ -46,12 +48,15 @@ def build_sync_router(
     kv_bytes: int | None,
     total_blocks: int | None,
     max_model_len: int | None,
+    spill_bytes: int = 0,
+    spill_path: Path | None = None,
 ) -> "SyncRouter":
     """Load the model in `folder` and give it a KV pool.
 
     device: "cpu", "cuda", "cuda:0", ...; dtype: "auto" (bf16), "bf16", "fp32"; attention: "torch".
     total_blocks wins over kv_bytes; with neither, see CPU_KV_BYTES and CUDA_KV_FRACTION.
     max_model_len: positions per sequence; None: as many as the model has.
+    spill_bytes, spill_path: see `open_store`.
 
     Raises ModelUnsupported, DeviceSetupError.
     """
@@ -63,16 +68,20 @@ def build_sync_router(
     blocks = total_blocks or geometry.blocks_in(kv_bytes if kv_bytes is not None else _kv_budget(model.device))
     pool = _allocate(geometry, blocks, model.device)
     facts = _facts(name, attention, model, pool, _positions(model, max_model_len))
+    store = open_store(spill_bytes, spill_path, facts)
     _log.info("device ready", model=name, device=facts.device, dtype=facts.dtype, blocks=blocks)
-    return SyncRouter(model, pool, backend, facts)
+    return SyncRouter(model, pool, backend, facts, store)
 
 
 class SyncRouter(DeviceIo):
     """See DeviceIo. Depth 1; holds at most one settled result that nobody has asked for yet."""
 
-    def __init__(self, model: LoadedModel, pool: KvPool, backend: AttentionBackend, facts: DeviceFacts) -> None:
+    def __init__(
+        self, model: LoadedModel, pool: KvPool, backend: AttentionBackend, facts: DeviceFacts, store: SpillStore
+    ) -> None:
         self._model: LoadedModel | None = model
         self._pool: KvPool | None = pool
+        self._effects: EffectApplier | None = EffectApplier(pool, store)
         self._backend = backend
         self._facts = facts
         self._device = model.device
@@ -113,14 +122,16 @@ class SyncRouter(DeviceIo):
             raise DeviceError(Fault.EFFECT, f"the held result is of ticket {settled.ticket}, not of {ticket}")
         return settled
 
-    def apply(self, effect: Effect) -> None:
-        if not isinstance(effect, Quiesce):
-            raise DeviceError(Fault.EFFECT, f"unknown effect {effect!r}")
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+    def apply(self, effect: Effect) -> EffectOutcome:
+        if self._effects is None:
+            raise _torn_down()
+        return self._effects.apply(effect)
 
     def teardown(self) -> None:
-        self._model = self._pool = self._settled = None
+        """See DeviceIo. The spill store goes with it, and all that it holds."""
+        if self._effects is not None:
+            self._effects.close()
+        self._model = self._pool = self._effects = self._settled = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -144,13 +155,13 @@ class SyncRouter(DeviceIo):
 
     @torch.inference_mode()
     def _draw(self, rows: Sequence[Row], logits: Tensor) -> tuple[int | None, ...]:
-        drawn = [row for row in rows if row.draw is not None]
+        drawn = [(row, row.draw) for row in rows if row.draw is not None]
         try:
-            tokens = iter(draw_tokens(logits, [row.draw for row in drawn if row.draw is not None]))
+            tokens = iter(draw_tokens(logits, drawn))
         except NotFiniteError as error:
             self._scrub(rows)
             raise DeviceError(
-                Fault.READBACK, f"{drawn[error.row].request_id}: its logits are not finite; the model overflowed"
+                Fault.READBACK, f"{drawn[error.row][0].request_id}: its logits are not finite; the model overflowed"
             ) from error
         except RuntimeError as error:
             raise DeviceError(Fault.READBACK, f"{type(error).__name__}: {error}") from error
@@ -159,7 +170,7 @@ class SyncRouter(DeviceIo):
     def _scrub(self, rows: Sequence[Row]) -> None:
         """A masked NaN still spoils a sum, so none may stay behind in blocks that others will own."""
         size = self._facts.block_size
-        used = {block for row in rows for block in row.blocks[: -(-(row.start + len(row.tokens)) // size)]}
+        used = {block for row in rows for block in row.blocks[: -(-row.end // size)]}
         self.pool.scrub(sorted(used))
 
 

@@ -1,16 +1,21 @@
 """Drawing the next tokens of a step from its logits.
 
 The filters are cut-offs on probabilities and the draw runs in the order of token ids, so equal logits cannot be told
-apart by the order in which a sort left them: a row's token depends on its own logits and Draw alone.
+apart by the order in which a sort left them: a row's token depends on its own logits, past and Draw alone.
 """
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from scheduler.contract import Draw
+from scheduler.contract import Draw, Row
+from scheduler.request import SamplingParams
+
+Drawn: TypeAlias = tuple[Row, Draw]
+"""A row and its draw."""
 
 HEAD = 1024
 """How many of the likeliest tokens are looked at before a row is sorted in full."""
@@ -26,15 +31,15 @@ class NotFiniteError(ArithmeticError):
         self.row = row
 
 
-def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+def draw_tokens(logits: Tensor, drawn: Sequence[Drawn]) -> list[int]:
     """One token per row. logits: [rows, vocabulary], any float dtype, not modified. Raises NotFiniteError."""
-    if not draws:
+    if not drawn:
         return []
-    changed = [i for i, draw in enumerate(draws) if _changes_logits(draw)]
-    sampled = [i for i, draw in enumerate(draws) if not draw.params.is_greedy]
+    changed = [i for i, (_, draw) in enumerate(drawn) if _changes_logits(draw)]
+    sampled = [i for i, (_, draw) in enumerate(drawn) if not draw.params.is_greedy]
     tokens = _likeliest(logits)
     if changed or sampled:
-        _redraw(tokens, logits, draws, sorted({*changed, *sampled}))
+        _redraw(tokens, logits, drawn, sorted({*changed, *sampled}))
     ids: list[int] = tokens.tolist()
     if _NO_TOKEN in ids:
         raise NotFiniteError(ids.index(_NO_TOKEN))
@@ -47,7 +52,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 def _changes_logits(draw: Draw) -> bool:
-    return bool(draw.suppress) or (draw.params.repetition_penalty != 1.0 and bool(draw.history))
+    return bool(draw.suppress) or draw.params.repetition_penalty != 1.0
 
 
 def _likeliest(logits: Tensor) -> Tensor:
@@ -56,53 +61,55 @@ def _likeliest(logits: Tensor) -> Tensor:
     return torch.where(best > float("-inf"), ids, _NO_TOKEN)
 
 
-def _redraw(tokens: Tensor, logits: Tensor, draws: Sequence[Draw], rows: list[int]) -> None:
+def _redraw(tokens: Tensor, logits: Tensor, drawn: Sequence[Drawn], rows: list[int]) -> None:
     """Put right the rows for which the plain maximum is not the answer."""
-    own = [draws[i] for i in rows]
+    own = [drawn[i] for i in rows]
     index = torch.tensor(rows, device=logits.device)
     adjusted = logits[index].float()
-    for row, draw in zip(adjusted, own, strict=True):
-        _penalise(row, draw)
+    for scores, (row, draw) in zip(adjusted, own, strict=True):
+        _penalise(scores, row, draw)
     tokens[index] = _likeliest(adjusted)
-    sampled = [i for i, draw in enumerate(own) if not draw.params.is_greedy]
+    sampled = [i for i, (_, draw) in enumerate(own) if not draw.params.is_greedy]
     if sampled:
         chosen = torch.tensor(sampled, device=logits.device)
         tokens[index[chosen]] = _sample(adjusted[chosen], [own[i] for i in sampled])
 
 
-def _penalise(row: Tensor, draw: Draw) -> None:
-    """In place. The penalty divides a positive logit and multiplies a negative one, once per distinct id."""
+def _penalise(scores: Tensor, row: Row, draw: Draw) -> None:
+    """In place. scores: [vocabulary]. A penalty divides a positive one and multiplies a negative one, once per id."""
     penalty = draw.params.repetition_penalty
-    if penalty != 1.0 and draw.history:
-        seen = torch.tensor(sorted(set(draw.history)), device=row.device)
-        before = row[seen]
-        row[seen] = torch.where(before > 0, before / penalty, before * penalty)
+    if penalty != 1.0:
+        seen = torch.tensor(sorted(set(row.history)), device=scores.device)
+        before = scores[seen]
+        scores[seen] = torch.where(before > 0, before / penalty, before * penalty)
     if draw.suppress:
-        row[torch.tensor(sorted(draw.suppress), device=row.device)] = float("-inf")
+        scores[torch.tensor(sorted(draw.suppress), device=scores.device)] = float("-inf")
 
 
-def _sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+def _sample(logits: Tensor, drawn: Sequence[Drawn]) -> Tensor:
     """logits: float32 [rows, vocabulary]. Returns int64 [rows]."""
-    temperature = _column([draw.params.temperature for draw in draws], logits.device)
+    params = [draw.params for _, draw in drawn]
+    temperature = _column([own.temperature for own in params], logits.device)
     probs = (logits.double() / temperature).softmax(dim=-1)
-    filtered = [i for i, draw in enumerate(draws) if _filters(draw, probs.shape[-1])]
+    filtered = [i for i, own in enumerate(params) if _filters(own, probs.shape[-1])]
     if filtered:
         index = torch.tensor(filtered, device=logits.device)
         kept = probs[index]
-        cut = _cutoffs(kept, [draws[i] for i in filtered])
+        cut = _cutoffs(kept, [params[i] for i in filtered])
         probs[index] = kept.where(kept >= cut, 0.0)
-    return _invert(probs, _column([uniform(d.params.seed, d.position) for d in draws], logits.device))
+    numbers = [uniform(draw.params.seed, row.end) for row, draw in drawn]
+    return _invert(probs, _column(numbers, logits.device))
 
 
-def _filters(draw: Draw, vocabulary: int) -> bool:
-    return 0 < draw.params.top_k < vocabulary or draw.params.top_p < 1.0
+def _filters(params: SamplingParams, vocabulary: int) -> bool:
+    return 0 < params.top_k < vocabulary or params.top_p < 1.0
 
 
-def _cutoffs(probs: Tensor, draws: Sequence[Draw]) -> Tensor:
+def _cutoffs(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """The smallest probability that top-k, then top-p of what top-k kept, let pass. Returns [rows, 1]."""
     vocabulary = probs.shape[-1]
-    top_k = _column([d.params.top_k or vocabulary for d in draws], probs.device).long().clamp(max=vocabulary)
-    top_p = _column([d.params.top_p for d in draws], probs.device)
+    top_k = _column([own.top_k or vocabulary for own in params], probs.device).long().clamp(max=vocabulary)
+    top_p = _column([own.top_p for own in params], probs.device)
     cut, settled = _cutoffs_in_head(probs, top_k, top_p, min(HEAD, vocabulary))
     rest = (~settled).nonzero()[:, 0]
     if len(rest):

@@ -31,6 +31,7 @@ from handoff.coordinator import (
     advance,
 )
 from handoff.exchange import Landed
+from handoff.leases import HandoffKey
 from handoff.report import NodeReport
 from scheduler.commands import (
     ActivateDestination,
@@ -40,17 +41,21 @@ from scheduler.commands import (
     Command,
     CommandEffects,
     DestinationAccepted,
-    DestinationFinished,
-    DestinationReserved,
-    LifecycleEvent,
     ReleaseSource,
     ReserveDestination,
-    SourceFinished,
-    SourceHeld,
     SubmitHandoffPrefill,
     Submitted,
 )
 from scheduler.errors import CommandRejected
+from scheduler.events import (
+    DestinationFinished,
+    DestinationReserved,
+    LeaseExpired,
+    LifecycleEvent,
+    Side,
+    SourceFinished,
+    SourceHeld,
+)
 from scheduler.ids import HandoffId, NodeId, RequestId
 from scheduler.request import FinishReason, Request
 
@@ -161,6 +166,15 @@ class Driver:
             if node == d.destination or (node == d.source and d.handoff.phase is not Phase.DONE)
         )
 
+    def live_handoffs(self) -> dict[NodeId, list[HandoffKey]]:
+        """By node, the handoffs that may own something there and are not done: whose leases are to be renewed."""
+        live: dict[NodeId, list[HandoffKey]] = {}
+        for drive in self._drives.values():
+            if drive.handoff.phase is not Phase.DONE:
+                for node in (drive.source, drive.destination):
+                    live.setdefault(node, []).append((drive.handoff.handoff_id, drive.handoff.attempt))
+        return live
+
     async def hand_over(
         self, handoff_id: HandoffId, request: Request, source: NodeId, destination: NodeId, order: Order
     ) -> HandoffRecord:
@@ -225,6 +239,9 @@ class Driver:
                 drive.inbox.put_nowait(DestinationIsReserved())
             case DestinationFinished():
                 drive.inbox.put_nowait(event)
+            case LeaseExpired(side=side):
+                node = drive.source if side is Side.SOURCE else drive.destination
+                drive.inbox.put_nowait(Failed(f"{node}: the {side.value}'s lease expired, nobody had renewed it"))
 
     async def _run(self, drive: _Drive) -> None:
         try:

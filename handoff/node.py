@@ -1,22 +1,30 @@
 """What a prefill and a decode replica have in common: a step loop, a scheduler and an exchange, joined, without Ray.
 
-Commands and the ends of transfers run on the step loop's thread, so the scheduler has one user.
+Commands and the ends of transfers run on the step loop's thread, so the scheduler has one user. What they cause is
+published at the boundary that follows, in one report with what the last step brought.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
 from typing import Any, ClassVar, Generic, TypeVar
 
+import structlog
+
 from handoff.exchange import Broken, Exchange, Landed, PeerInfo, TransferEnd
+from handoff.leases import HandoffKey
+from handoff.node_status import node_status
 from handoff.report import NodeReport
 from handoff.step_loop import StepLoop
 from scheduler.base import SchedulerBase
-from scheduler.commands import BoundaryEffects, Command, CommandEffects
+from scheduler.commands import Command, CommandEffects
 from scheduler.contract import DeviceIo
 from scheduler.errors import InvariantBroken
-from scheduler.ids import NodeId
+from scheduler.events import BoundaryEffects, LeaseExpired, LifecycleEvent
+from scheduler.ids import NodeId, RequestId
+from scheduler.story import StoryLine
+
+log = structlog.get_logger()
 
 S = TypeVar("S", bound=SchedulerBase)
 
@@ -25,7 +33,7 @@ MakeExchange = Callable[[Callable[[TransferEnd], None]], Exchange]
 
 
 class Node(ABC, Generic[S]):
-    """publish: called on the step loop's thread, must return at once."""
+    """publish: called on the step loop's thread, must return at once. clock: seconds, monotonic."""
 
     role: ClassVar[str]
 
@@ -37,6 +45,7 @@ class Node(ABC, Generic[S]):
         device: DeviceIo,
         make_exchange: MakeExchange,
         publish: Publish,
+        clock: Callable[[], float],
     ) -> None:
         self._node = node
         self._incarnation = incarnation
@@ -44,7 +53,9 @@ class Node(ABC, Generic[S]):
         self._facts = device.facts()
         self._publish = publish
         self._exchange = make_exchange(lambda end: self._on_transfer_end(end))
-        self._loop = StepLoop(scheduler, device, self._on_boundary, node)
+        self._loop = StepLoop(scheduler, device, self._on_boundary, clock, node)
+        self._events: list[LifecycleEvent] = []
+        self._transfers: list[Landed | Broken] = []
 
     def start(self, pool: object) -> PeerInfo:
         """pool: the KV pool's bytes, see Transport.start. Returns what peers connect to."""
@@ -62,11 +73,19 @@ class Node(ABC, Generic[S]):
 
     def apply(self, command: Command) -> "Future[CommandEffects]":
         """Perform a command at the next boundary. The future raises CommandRejected or LoopStopped."""
-        return self._loop.call(lambda: self._apply(command))
+        return self._loop.call(lambda: self._apply(command), command)
+
+    def renew_leases(self, handoffs: Sequence[HandoffKey]) -> "Future[int]":
+        """Somebody follows these handoffs. How many leases run anew; those that run nowhere here are left out."""
+        return self._loop.call(lambda: sum(self._scheduler.renew(*key) for key in handoffs))
 
     def status(self) -> "Future[dict[str, Any]]":
         """This node's line in `prelay status`, as plain data; proves the block accounting on the way."""
         return self._loop.call(self._status)
+
+    def story(self, request_id: RequestId) -> "Future[tuple[StoryLine, ...]]":
+        """What happened to a request here, oldest first; empty if it is not known. Times are of this node's clock."""
+        return self._loop.call(lambda: self._scheduler.story(request_id))
 
     @property
     def ended(self) -> "Future[None]":
@@ -84,57 +103,64 @@ class Node(ABC, Generic[S]):
         self._loop.stop(timeout_s)
 
     @abstractmethod
-    def _apply(self, command: Command) -> CommandEffects:
-        """On the loop's thread."""
+    def _on_event(self, event: LifecycleEvent) -> None:
+        """Something happened that transfers depend on; runs before anybody outside knows of it."""
 
     @abstractmethod
     def _settle(self, end: TransferEnd) -> tuple[Landed | Broken, ...]:
         """A transfer has ended and its memory is quiet. Returns what the coordinator must know of it."""
 
-    def _observe(self, effects: BoundaryEffects) -> None:
-        """Events became visible; runs before they are published."""
+    def _on_retired(self, request_id: RequestId) -> None:
+        """Nothing of this request is owned here any more."""
+
+    def _apply(self, command: Command) -> CommandEffects:
+        """On the loop's thread."""
+        effects = self._scheduler.apply(command)
+        for event in effects.events:
+            self._on_event(event)
+        # A command can let other handoffs' reservations through. Their drivers don't see this command's reply, and
+        # the caller's copy may be lost with it; facts may come twice.
+        self._events += effects.events
+        for request_id in effects.retired:
+            self._on_retired(request_id)
+        return effects
 
     def _on_boundary(self, effects: BoundaryEffects) -> None:
-        self._observe(effects)
-        self._emit(effects, ())
+        """Outputs are on their way before events are acted upon and told, and those before retirements."""
+        if effects.outputs:
+            self._publish(NodeReport(self._node, self._incarnation, outputs=effects.outputs))
+        for event in effects.events:
+            if isinstance(event, LeaseExpired):
+                log.warning(
+                    "lease expired",
+                    handoff_id=event.handoff_id,
+                    attempt=event.attempt,
+                    request_id=event.request_id,
+                    side=event.side.value,
+                )
+            self._on_event(event)
+        events, self._events = (*self._events, *effects.events), []
+        transfers, self._transfers = tuple(self._transfers), []
+        if events or transfers:
+            self._publish(NodeReport(self._node, self._incarnation, events=events, transfers=transfers))
+        for request_id in effects.retired:
+            self._on_retired(request_id)
 
     def _on_transfer_end(self, end: TransferEnd) -> None:
         self._loop.call(lambda: self._end_transfer(end))
 
     def _end_transfer(self, end: TransferEnd) -> None:
         try:
-            transfers = self._settle(end)
+            self._transfers += self._settle(end)
         except Exception as error:
             # Nobody waits for this call, and blocks whose transfer is not booked would stay owned for ever.
-            raise InvariantBroken(f"the end of a transfer could not be booked: {end}") from error
-        effects = self._scheduler.take_effects()
-        self._observe(effects)
-        self._emit(effects, transfers)
-
-    def _emit(self, effects: BoundaryEffects, transfers: tuple[Landed | Broken, ...]) -> None:
-        report = NodeReport(self._node, self._incarnation, effects.outputs, effects.events, transfers)
-        if not report.is_empty:
-            self._publish(report)
+            raise InvariantBroken(f"the end of a transfer could not be booked: {end}: {error}") from error
 
     def _status(self) -> dict[str, Any]:
         self._scheduler.check()
-        occupancy = asdict(self._scheduler.occupancy())
-        requests = {
-            "waiting": occupancy.pop("waiting_requests"),
-            "running": occupancy.pop("running_requests"),
-        }
         return {
             "node": self._node,
             "role": self.role,
             "incarnation": self._incarnation,
-            "drained": self._scheduler.is_drained,
-            "blocks": occupancy,
-            "requests": requests,
-            "device": asdict(self._facts),
-            "links": [asdict(link) for link in self._exchange.links()],
-            "counters": {
-                "prompt_tokens": self._scheduler.prompt_tokens_total,
-                "cached_tokens": self._scheduler.cached_tokens_total,
-                **asdict(self._loop.counters),
-            },
+            **node_status(self._scheduler, self._loop.counters, self._facts, self._exchange.links()),
         }

@@ -6,22 +6,25 @@ The node's own threads never wait here: reports are passed to this event loop, w
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict, replace
 from typing import Any, Generic, TypeVar
 
 from handoff.compatibility import Compatibility
 from handoff.exchange import Exchange, PeerInfo, TransferEnd
+from handoff.leases import HandoffKey
 from handoff.logs import configure_logs
 from handoff.node import MakeExchange, Node
 from handoff.node_config import NodeConfig
 from handoff.packaging import check_packages
 from handoff.report import NodeReport
+from handoff.step_loop import first_line
 from handoff.transports.registry import make_transport
 from handoff.wire import PROTOCOL_VERSION
 from scheduler.commands import Command, CommandEffects
 from scheduler.contract import DeviceFacts
-from scheduler.ids import NodeId
+from scheduler.ids import NodeId, RequestId
 
 N = TypeVar("N", bound=Node[Any])
 T = TypeVar("T")
@@ -67,6 +70,10 @@ class NodeActor(ABC, Generic[N]):
         """Raises CommandRejected, LoopStopped or TimeoutError."""
         return await self._at_boundary(self._running().apply(command))
 
+    async def renew_leases(self, handoffs: Sequence[HandoffKey]) -> None:
+        """Somebody follows these handoffs. Raises LoopStopped or TimeoutError."""
+        await self._at_boundary(self._running().renew_leases(handoffs))
+
     async def ping(self) -> None:
         """Answers as long as this process can."""
 
@@ -74,11 +81,17 @@ class NodeActor(ABC, Generic[N]):
         """Why this node's step loop is over; waits as long as it runs. A process that dies ends the call as well."""
         node = self._running()
         await asyncio.wrap_future(node.ended)
-        return f"its step loop failed: {node.failure}" if node.failure else "it was stopped"
+        return f"its step loop failed: {first_line(node.failure)}" if node.failure else "it was stopped"
 
     async def status(self) -> dict[str, Any]:
         status: dict[str, Any] = await self._at_boundary(self._running().status())
         return status
+
+    async def story(self, request_id: RequestId) -> list[dict[str, Any]]:
+        """What happened to a request here, oldest first: at (seconds since the epoch), step, tokens, what."""
+        lines = await self._at_boundary(self._running().story(request_id))
+        epoch = time.time() - time.monotonic()
+        return [{**asdict(line), "at": epoch + line.at} for line in lines]
 
     async def stop(self) -> None:
         if self._node is not None:
@@ -116,6 +129,4 @@ class NodeActor(ABC, Generic[N]):
         if report.outputs:
             self._api.deliver.remote(report.outputs)
         if report.events or report.transfers:
-            self._coordinator.report.remote(
-                NodeReport(report.node, report.incarnation, (), report.events, report.transfers)
-            )
+            self._coordinator.report.remote(replace(report, outputs=()))

@@ -5,16 +5,23 @@ from dataclasses import dataclass
 from scheduler.batching import BatchLimits
 from scheduler.device_config import DeviceConfig
 from scheduler.ids import NodeId
+from scheduler.policies import SchedulingPolicy
 
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
-    """One replica. max_reservations: handoffs in flight towards a decode node. transport: a name."""
+    """One replica. transport: a name. lease_s: seconds without renewal after which a handoff's blocks are freed.
+
+    max_holds: handoffs under way on a prefill node; max_reservations: in flight towards a decode node.
+    """
 
     node: NodeId
     incarnation: int
     device: DeviceConfig
     batch: BatchLimits
+    policy: SchedulingPolicy
+    max_holds: int
     max_reservations: int
+    lease_s: float
     prefix_caching: bool
     transport: str

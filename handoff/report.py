@@ -1,9 +1,10 @@
-"""What a node tells the rest of the cluster, at most once per step for all its sequences."""
+"""What a node tells the rest of the cluster, at most once per boundary for all its sequences."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from handoff.exchange import Broken, Landed
-from scheduler.commands import LifecycleEvent, Output
+from scheduler.events import LifecycleEvent, Output
 from scheduler.ids import NodeId
 
 
@@ -13,10 +14,6 @@ class NodeReport:
 
     node: NodeId
     incarnation: int
-    outputs: tuple[Output, ...] = ()
+    outputs: Sequence[Output] = ()
     events: tuple[LifecycleEvent, ...] = ()
     transfers: tuple[Landed | Broken, ...] = ()
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.outputs or self.events or self.transfers)

@@ -1,35 +1,56 @@
 """The step loop: one thread that joins a scheduler to a device.
 
-    wait for work -> run what was asked for at this boundary -> plan -> launch -> settle -> publish the boundary
+    inbox --> boundary --> observe --> effects --> plan --> launch, await --> settle | fail
+      ^                                              |                               |
+      `-----nothing to run: wait for work, a lease---'-------------------------------'
 
-It never waits for the network: requests come in through `call`, effects go out through `observe`, and both return at
-once. Everything that touches the scheduler runs on this thread.
+It never waits for the network: requests come in through `call`, what becomes visible goes out through `observe`, and
+both return at once. Everything that touches the scheduler runs on this thread.
 """
 
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import structlog
 
+from handoff.inbox import Call, boundary_order
 from scheduler.base import SchedulerBase
-from scheduler.commands import BoundaryEffects
-from scheduler.contract import Decode, DeviceError, DeviceIo, Quiesce, StepPlan
+from scheduler.commands import Command
+from scheduler.contract import (
+    CopyBlocks,
+    Decode,
+    DeviceError,
+    DeviceIo,
+    Effect,
+    EffectOutcome,
+    Quiesce,
+    StepPlan,
+    StepResult,
+)
 from scheduler.errors import InvariantBroken
+from scheduler.events import BoundaryEffects
+from scheduler.ids import RequestId
 
 log = structlog.get_logger()
 
 T = TypeVar("T")
 
 IDLE_WAIT_S = 60.0
-"""How long an idle loop sleeps before it looks again; work wakes it at once."""
+"""How long an idle loop sleeps before it looks again; work wakes it at once, and the end of a lease in time."""
 
 
 class LoopStopped(RuntimeError):
     """The step loop has ended; this node serves no more."""
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line; a broken invariant has its request's story under it."""
+    return (str(error) or type(error).__name__).partition("\n")[0]
 
 
 @dataclass(slots=True)
@@ -41,11 +62,13 @@ class StepCounters:
     computed_tokens: int = 0
     sampled_tokens: int = 0
     failed_steps: int = 0
+    failed_effects: int = 0
 
 
 class StepLoop:
-    """Owns the scheduler and the device. observe: called on the loop's thread after every step.
+    """Owns the scheduler and the device.
 
+    observe: called on the loop's thread at every boundary, with what becomes visible there. clock: seconds, monotonic.
     ended: done when the loop is over; `failure` then says why, None for a stop that was asked for.
     """
 
@@ -54,12 +77,15 @@ class StepLoop:
         scheduler: SchedulerBase,
         device: DeviceIo,
         observe: Callable[[BoundaryEffects], None],
+        clock: Callable[[], float],
         name: str,
     ) -> None:
         self._scheduler = scheduler
         self._device = device
         self._observe = observe
-        self._inbox: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        self._clock = clock
+        self._inbox: SimpleQueue[Call | None] = SimpleQueue()
+        self._due: deque[Call] = deque()
         self._thread = Thread(target=self._run, name=f"{name}-steps", daemon=True)
         self._stopping = False
         self._closed = False
@@ -71,12 +97,15 @@ class StepLoop:
     def start(self) -> None:
         self._thread.start()
 
-    def call(self, work: Callable[[], T]) -> "Future[T]":
-        """Run `work` on the loop's thread at the next boundary. The future raises LoopStopped after the loop's end."""
+    def call(self, work: Callable[[], T], command: Command | None = None) -> "Future[T]":
+        """Run `work` on the loop's thread at the next boundary. The future raises LoopStopped after the loop's end.
+
+        command: what it applies, for the order among all that waits for the boundary.
+        """
         future: Future[T] = Future()
         with self._closing:
             if not self._closed:
-                self._inbox.put((work, future))
+                self._inbox.put(Call(work, future, command))
                 return future
         future.set_exception(self._stopped())
         return future
@@ -94,15 +123,17 @@ class StepLoop:
     def _run(self) -> None:
         try:
             idle = False
-            while not self._stopping:
-                self._take_inbox(wait=idle)
-                plan = self._scheduler.plan() if not self._stopping else None
-                idle = plan is None
-                if plan is not None:
-                    self._step(plan)
+            while True:
+                if not self._stopping:
+                    self._take_inbox(wait=idle)
+                visible = self._scheduler.boundary(self._clock())
+                self._observe(visible)
+                if self._stopping:
+                    break
+                idle = not self._advance() and visible.is_empty
         except BaseException as error:
             # A broken invariant must stop the node: serving on could hand one request another's blocks.
-            log.exception("step loop failed")
+            log.exception("step loop failed", reason=str(error))
             self.failure = error
             self._stopping = True
         finally:
@@ -122,49 +153,97 @@ class StepLoop:
             log.exception("device could not be torn down")
 
     def _take_inbox(self, *, wait: bool) -> None:
+        """Do all that waits. What comes meanwhile waits for the next boundary."""
         try:
-            item = self._inbox.get(timeout=IDLE_WAIT_S) if wait else self._inbox.get_nowait()
+            item = self._inbox.get(timeout=self._idle_wait()) if wait else self._inbox.get_nowait()
             while True:
                 if item is not None:
-                    self._perform(*item)
+                    self._due.append(item)
                 item = self._inbox.get_nowait()
         except Empty:
-            return
+            pass
+        self._scheduler.advance_clock(self._clock())
+        self._due = deque(boundary_order(self._due))
+        while self._due:
+            self._perform(self._due.popleft())
 
-    def _perform(self, work: Callable[[], Any], future: "Future[Any]") -> None:
-        if not future.set_running_or_notify_cancel():
+    def _idle_wait(self) -> float:
+        return min(IDLE_WAIT_S, max(0.0, self._scheduler.next_deadline - self._clock()))
+
+    def _perform(self, call: Call) -> None:
+        if not call.future.set_running_or_notify_cancel():
             return
         try:
-            result = work()
+            result = call.work()
         except InvariantBroken as error:
-            future.set_exception(error)
+            call.future.set_exception(error)
             raise
         except Exception as error:
-            future.set_exception(error)
+            call.future.set_exception(error)
         else:
-            future.set_result(result)
+            call.future.set_result(result)
+
+    def _advance(self) -> bool:
+        """Effects and a step, as far as there are any; False if there was nothing to do."""
+        effects = self._scheduler.prepare()
+        for effect in effects:
+            self._scheduler.effect_settled(effect, self._apply(effect))
+        plan = self._scheduler.plan()
+        if plan is not None:
+            self._step(plan)
+        return plan is not None or bool(effects)
+
+    def _apply(self, effect: Effect) -> EffectOutcome | None:
+        """The device's answer; None if it failed, and the scheduler does without."""
+        try:
+            return self._device.apply(effect)
+        except DeviceError as error:
+            self.counters.failed_effects += 1
+            log.error(
+                "effect failed",
+                effect=type(effect).__name__,
+                request_ids=self._requests_of(effect),
+                reason=str(error),
+            )
+            return None
+
+    def _requests_of(self, effect: Effect) -> list[RequestId]:
+        match effect:
+            case CopyBlocks():
+                return [copy.sequence.request_id for copy in self._scheduler.kv.copies]
+            case Quiesce():
+                return []
+            case _:
+                return [effect.request_id]
 
     def _step(self, plan: StepPlan) -> None:
         try:
             result = self._device.await_result(self._device.launch(plan))
         except DeviceError as error:
-            log.error("step failed", error=str(error), rows=[row.request_id for row in plan.rows])
+            log.error("step failed", reason=str(error), request_ids=[row.request_id for row in plan.rows])
             self.counters.failed_steps += 1
-            self._observe(self._scheduler.fail())
+            self._scheduler.advance_clock(self._clock())
+            self._scheduler.fail()
             return
-        self._count(plan)
-        self._observe(self._scheduler.complete(result))
+        self._count(plan, result)
+        self._scheduler.advance_clock(self._clock())
+        self._scheduler.settle(result)
 
-    def _count(self, plan: StepPlan) -> None:
+    def _count(self, plan: StepPlan, result: StepResult) -> None:
+        """Before the step is settled: rows move on then."""
         if isinstance(plan, Decode):
             self.counters.decode_steps += 1
+            self.counters.computed_tokens += len(plan.rows)
         else:
             self.counters.prefill_steps += 1
-        self.counters.computed_tokens += sum(len(row.tokens) for row in plan.rows)
-        self.counters.sampled_tokens += sum(1 for row in plan.rows if row.draw is not None)
+            self.counters.computed_tokens += sum(row.count for row in plan.rows)
+        self.counters.sampled_tokens += len(result.tokens) - result.tokens.count(None)
 
     def _stopped(self) -> LoopStopped:
-        return LoopStopped(f"the step loop failed: {self.failure}" if self.failure else "the step loop was stopped")
+        """The log has the whole failure, with the request's story."""
+        if self.failure is None:
+            return LoopStopped("the step loop was stopped")
+        return LoopStopped(f"the step loop failed: {first_line(self.failure)}")
 
     def _close(self) -> None:
         """Take no more calls, and refuse those that wait."""
@@ -172,5 +251,9 @@ class StepLoop:
             self._closed = True
         while not self._inbox.empty():
             item = self._inbox.get_nowait()
-            if item is not None and item[1].set_running_or_notify_cancel():
-                item[1].set_exception(self._stopped())
+            if item is not None:
+                self._due.append(item)
+        while self._due:
+            call = self._due.popleft()
+            if call.future.set_running_or_notify_cancel():
+                call.future.set_exception(self._stopped())

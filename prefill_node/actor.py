@@ -1,5 +1,7 @@
 """The process of a prefill replica: builds the device, the scheduler and the exchange, and hosts the node."""
 
+import time
+
 from device.build import build_router
 from handoff.node_actor import NodeActor
 from prefill_node.node import PrefillNode
@@ -26,9 +28,19 @@ class PrefillActor(NodeActor[PrefillNode]):
             facts.block_size,
             config.batch,
             max_model_len=facts.max_model_len,
+            max_handoffs=config.max_holds,
             prefix_caching=config.prefix_caching,
+            policy=config.policy,
+            lease_s=config.lease_s,
+            incarnation=config.incarnation,
         )
         node = PrefillNode(
-            config.node, config.incarnation, scheduler, router, self._make_exchange(facts), self._publish
+            config.node,
+            config.incarnation,
+            scheduler,
+            router,
+            self._make_exchange(facts),
+            self._publish,
+            time.monotonic,
         )
         return node, router.pool.bytes_view()

@@ -1,51 +1,73 @@
-"""What the two schedulers share: ids, queues, blocks, steps. The owner of a sequence is told when it ends.
+"""What the two schedulers share: ids, queues, blocks, steps, time. The owner of a sequence is told when it ends.
 
-A scheduler is one object with one door: `apply` a command between steps, `plan` a step, `complete` or `fail` it.
+A scheduler is one object with one door. Its user goes round this circle:
+
+    apply commands, note transfers --> boundary(now) --> prepare, effect_settled... --> plan --> step --> settle | fail
+          ^                                                                                               |
+          `-----------------------------------------------------------------------------------------------'
+
+What a settled step brought is kept back until the next `boundary`, so a cancel that came while the step ran still
+suppresses it. While a step runs, commands that start something and CancelRequest are applied, all others raise
+StepInFlight.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import wraps
+from math import inf
+from typing import Concatenate, ParamSpec, TypeVar
 
-from scheduler.batching import Batcher, BatchLimits, Sampled
+from scheduler.batching import Batcher, BatchLimits, Settled
 from scheduler.commands import (
+    MID_STEP,
     Applied,
-    BoundaryEffects,
+    CancelDestination,
     CancelRequest,
+    CancelSource,
     Command,
     CommandEffects,
     CommandResult,
-    LifecycleEvent,
     Noop,
-    Output,
     Submit,
     Submitted,
 )
-from scheduler.contract import StepPlan, StepResult
-from scheduler.errors import CommandRejected, StepInFlight
-from scheduler.ids import RequestId
+from scheduler.contract import Effect, EffectOutcome, StepPlan, StepResult
+from scheduler.errors import CommandRejected, InvariantBroken, StaleIncarnation, StepInFlight
+from scheduler.events import BoundaryEffects, LifecycleEvent, Output, Outputs
+from scheduler.ids import HandoffId, RequestId
+from scheduler.inventory import Holding, Inventory
 from scheduler.kv import KvAccounting
+from scheduler.leases import Leases
+from scheduler.metrics import Counters, SchedulerMetrics, measure
+from scheduler.policies import Preemption, SchedulingPolicy
 from scheduler.request import FinishReason, Request
-from scheduler.sequence import Sequence
+from scheduler.retained import Retained
+from scheduler.sequence import SCHEDULED, Sequence, SequenceState
+from scheduler.story import StoryBook, StoryLine
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Occupancy:
-    """Blocks and requests of one node. A block that several sequences share is counted once for each."""
+def _door(method: Callable[Concatenate["SchedulerBase", P], T]) -> Callable[Concatenate["SchedulerBase", P], T]:
+    """A bug that shows in this method is told with the story of the request at which it was noticed."""
 
-    total: int
-    free: int
-    cached: int
-    held: int
-    reserved: int
-    draining: int
-    active: int
-    waiting_requests: int
-    running_requests: int
+    @wraps(method)
+    def call(self: "SchedulerBase", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(self, *args, **kwargs)
+        except InvariantBroken as error:
+            raise error.with_story(self.story) from error
+
+    return call
 
 
 class SchedulerBase(ABC):
-    """Commands that both sides know, and the step cycle."""
+    """Commands that both sides know, and the step cycle.
+
+    policy: queueing and preemption. lease_s: seconds without progress after which a hold or reservation is cancelled.
+    incarnation: which life of the node this is. kv_events: whether `boundary` reports stored and removed blocks.
+    """
 
     def __init__(
         self,
@@ -55,23 +77,61 @@ class SchedulerBase(ABC):
         *,
         max_model_len: int,
         prefix_caching: bool = True,
+        policy: SchedulingPolicy | None = None,
+        lease_s: float = inf,
+        incarnation: int = 1,
+        kv_events: bool = False,
     ) -> None:
-        self.kv = KvAccounting(total_blocks, block_size, prefix_caching)
-        self.batcher = Batcher(self.kv, limits)
+        policy = policy or SchedulingPolicy()
+        guaranteed = policy.preemption is Preemption.NONE
+        self.kv = KvAccounting(total_blocks, block_size, prefix_caching, guaranteed=guaranteed, kv_events=kv_events)
+        self.batcher = Batcher(self.kv, limits, policy, self._note)
         self.max_model_len = max_model_len
+        self.incarnation = incarnation
+        self.counters = Counters()
+        self.now = 0.0
+        self._steps = 0
+        self._leases = Leases(lease_s)
+        self._stories = StoryBook()
         self._sequences: dict[RequestId, Sequence] = {}
+        self._doomed: dict[Sequence, None] = {}
         self._arrivals = 0
+        self._retained = Retained()
         self._retired: list[RequestId] = []
         self._events: list[LifecycleEvent] = []
-        self.prompt_tokens_total = 0
-        self.cached_tokens_total = 0
 
-    def apply(self, command: Command) -> CommandEffects:
-        """Perform one command. Raises CommandRejected (nothing has changed) or StepInFlight (try at the boundary)."""
-        if self.batcher.step_in_flight:
-            raise StepInFlight(f"{type(command).__name__} came while a step runs")
+    # Commands
+
+    @_door
+    def apply(self, command: Command, incarnation: int | None = None) -> CommandEffects:
+        """Perform one command. incarnation: the life of the node that the sender means; None for whichever it is.
+
+        Raises CommandRejected, StaleIncarnation or StepInFlight (apply it at the boundary); nothing has changed then.
+        """
+        if incarnation is not None and incarnation != self.incarnation:
+            raise StaleIncarnation(
+                f"{type(command).__name__} is for incarnation {incarnation} of this node, which is at "
+                f"{self.incarnation}: what it addresses is gone"
+            )
+        if self.batcher.step_in_flight and not isinstance(command, MID_STEP):
+            raise StepInFlight(f"{type(command).__name__} came while a step runs: apply it at the boundary")
+        if self.batcher.pressure.has_outstanding:
+            raise StepInFlight(f"{type(command).__name__} came before the device answered all effects")
+        target = None if self._retained.is_empty else self._suppression_target(command)
         result = self._perform(command)
-        return CommandEffects(result, *self._drain())
+        suppressed = False
+        if target is not None:
+            result, suppressed = self._suppress(command, target, result)
+        if isinstance(result, Applied) and not self.batcher.step_in_flight:
+            self._retry_pending()
+        return self._take_effects(result, suppressed)
+
+    def _take_effects(self, result: CommandResult, suppressed: bool) -> CommandEffects:
+        if not self._events and not self._retired:
+            return CommandEffects(result, (), (), suppressed, self.incarnation)
+        events, self._events = tuple(self._events), []
+        retired, self._retired = tuple(self._retired), []
+        return CommandEffects(result, events, retired, suppressed, self.incarnation)
 
     def _perform(self, command: Command) -> CommandResult:
         match command:
@@ -83,57 +143,39 @@ class SchedulerBase(ABC):
             case _:
                 raise CommandRejected(f"{type(command).__name__} is not a command for a {type(self).__name__}")
 
-    def plan(self) -> StepPlan | None:
-        """The next step to launch, or None when nothing can run until a command comes."""
-        return self.batcher.plan(may_admit_fresh=self._may_admit_fresh())
+    def _suppression_target(self, command: Command) -> RequestId | None:
+        """Whose retained outputs a cancelling command may suppress."""
+        match command:
+            case CancelRequest(request_id):
+                return request_id
+            case CancelSource(handoff_id, attempt) | CancelDestination(handoff_id, attempt):
+                return self._request_of(handoff_id, attempt)
+            case _:
+                return None
 
-    def complete(self, result: StepResult) -> BoundaryEffects:
-        """Settle the step that `plan` returned: the boundary."""
-        outputs = tuple(self._book(sampled) for sampled in self.batcher.complete(result))
-        self._at_boundary()
-        events, retired = self._drain()
-        return BoundaryEffects(outputs, events, retired)
-
-    def fail(self) -> BoundaryEffects:
-        """The step's device call failed: its sequences end with an error, their KV is not reused."""
-        outputs = []
-        for sequence in self.batcher.abandon():
-            outputs.append(Output(sequence.request.request_id, sequence.outputs, None, FinishReason.ERROR))
-            self._ended(sequence, FinishReason.ERROR)
-        self._at_boundary()
-        events, retired = self._drain()
-        return BoundaryEffects(tuple(outputs), events, retired)
-
-    def take_effects(self) -> BoundaryEffects:
-        """The events and retirements that notes from the transport caused since the last command or boundary."""
-        events, retired = self._drain()
-        return BoundaryEffects((), events, retired)
-
-    def _book(self, sampled: Sampled) -> Output:
-        sequence = sampled.sequence
-        first = sequence.outputs == 1
-        if first:
-            self.prompt_tokens_total += sequence.prompt_tokens
-            self.cached_tokens_total += sequence.cached
-        if sampled.finish is not None or sequence.outputs >= sequence.output_limit:
-            self._ended(sequence, sampled.finish)
-        return Output(
-            request_id=sequence.request.request_id,
-            index=sequence.outputs - 1,
-            token=sampled.token,
-            finish=sampled.finish,
-            cached_tokens=sequence.cached if first else None,
-        )
+    def _suppress(self, command: Command, target: RequestId, result: CommandResult) -> tuple[CommandResult, bool]:
+        """Drop what a settled step has ready for a cancelled request."""
+        discard = isinstance(command, CancelRequest) and command.discard_pending_output
+        if isinstance(result, Noop) and not discard:
+            return result, False
+        suppressed = self._retained.suppress(target)
+        if not suppressed:
+            return result, False
+        self.counters.suppressed_outputs += 1
+        if self._retained.withdraw_retirement(target):
+            # The outside has not heard of it yet, and hears of it exactly once: now.
+            self._retired.append(target)
+        return Applied(), True
 
     def _start(self, request: Request, *, output_limit: int) -> Sequence:
         """Validate a request and put it in the waiting queue."""
         sequence = self._new_sequence(request, output_limit)
-        self._sequences[request.request_id] = sequence
-        self.batcher.submit(sequence)
+        self._own(sequence, "submitted")
+        self.batcher.enqueue(sequence)
         return sequence
 
     def _new_sequence(self, request: Request, output_limit: int) -> Sequence:
-        if request.request_id in self._sequences:
+        if request.request_id in self._sequences or self._retained.mentions(request.request_id):
             raise CommandRejected(f"request id {request.request_id} is already active on this node")
         length = len(request.prompt) + output_limit
         if length > self.max_model_len + 1:
@@ -141,92 +183,223 @@ class SchedulerBase(ABC):
                 f"{len(request.prompt)} prompt tokens and {output_limit} new ones exceed the model's "
                 f"{self.max_model_len} positions: shorten the prompt or lower max_tokens"
             )
-        sequence = Sequence(request, self._arrivals, output_limit)
+        sequence = Sequence(request, self._arrivals, output_limit, self.now)
         if self.kv.footprint(sequence) > self.kv.pool.total:
             raise CommandRejected(
                 f"{len(request.prompt)} prompt tokens and {output_limit} new ones need "
                 f"{self.kv.footprint(sequence)} KV blocks, the node has {self.kv.pool.total}: shorten the request "
                 "or give the node more KV memory"
             )
-        self._arrivals += 1
         return sequence
 
-    def _retire(self, sequence: Sequence) -> None:
-        """All ownership of this sequence ends here."""
-        self.kv.release(sequence)
-        del self._sequences[sequence.request.request_id]
-        self._retired.append(sequence.request.request_id)
-
-    def _drain(self) -> tuple[tuple[LifecycleEvent, ...], tuple[RequestId, ...]]:
-        events, retired = tuple(self._events), tuple(self._retired)
-        self._events.clear()
-        self._retired.clear()
-        return events, retired
-
-    def _is_scheduled(self, sequence: Sequence) -> bool:
-        return sequence in self.batcher.running or sequence in self.batcher.waiting
+    def _own(self, sequence: Sequence, what: str) -> None:
+        self._arrivals += 1
+        self._sequences[sequence.request_id] = sequence
+        self._note(sequence, what)
 
     def _cancel_request(self, request_id: RequestId) -> CommandResult:
         sequence = self._sequences.get(request_id)
-        if sequence is None or not self._is_scheduled(sequence):
+        if sequence is None or sequence.state not in SCHEDULED:
             return Noop()
-        self._remove_scheduled(sequence)
+        self._cancel_scheduled(sequence)
         return Applied()
 
-    def _remove_scheduled(self, sequence: Sequence) -> None:
-        self.batcher.remove(sequence)
+    def _cancel_scheduled(self, sequence: Sequence) -> None:
+        """Take a sequence out of the batcher and end it; its blocks stay until the step that uses them is settled."""
+        removed = self.batcher.remove(sequence)
+        self._note(sequence, "cancelled" if removed else "cancelled while a step of it runs")
         self._forget(sequence)
-        self._retire(sequence)
-        self._at_boundary()
+        if removed:
+            self._retire(sequence)
+        else:
+            self._doomed[sequence] = None
+            self._disown(sequence)
 
+    # The circle
+
+    def advance_clock(self, now: float) -> None:
+        """What begins from here on begins at `now`: after a step or a wait, a lease must not start in the past."""
+        self.now = max(self.now, now)
+
+    @_door
+    def boundary(self, now: float) -> BoundaryEffects:
+        """The moment between two steps: time moves on to `now` (seconds, any origin), leases expire, one pending
+        reservation is tried, and all that was kept back becomes visible.
+        """
+        self._require_between_steps()
+        self.advance_clock(now)
+        for handoff_id in self._leases.take_expired(self.now):
+            self.counters.expired_leases += 1
+            self._expire(handoff_id)
+        self._retry_pending()
+        retained = self._retained.release()
+        events, self._events = (*retained.events, *self._events), []
+        retired, self._retired = (*retained.retired, *self._retired), []
+        return BoundaryEffects(self.kv.take_events(), retained.outputs, events, retired, self.incarnation)
+
+    @property
+    def next_deadline(self) -> float:
+        """When `boundary` has something to do although nothing happens: the next lease's end; inf for never."""
+        return self._leases.next_deadline
+
+    @_door
+    def prepare(self) -> tuple[Effect, ...]:
+        """Decide who runs in the next step. Returns what the device must do before it, each to be settled."""
+        self._require_between_steps()
+        if not self._retained.is_empty:
+            raise StepInFlight("what the last step brought is not released: call boundary first")
+        return self.batcher.prepare(may_admit_fresh=self._may_admit_fresh())
+
+    @_door
+    def effect_settled(self, effect: Effect, outcome: EffectOutcome | None) -> None:
+        """The device answered an effect of `prepare`; outcome is None if it failed."""
+        self.batcher.effect_settled(effect, outcome)
+
+    @_door
+    def plan(self) -> StepPlan | None:
+        """The next step to launch, or None when nothing can run until a command comes."""
+        return self.batcher.plan()
+
+    @_door
+    def settle(self, result: StepResult) -> None:
+        """Book the step that `plan` returned. What it brought becomes visible at the next `boundary`."""
+        settled = self.batcher.settle(result)
+        self._steps += 1
+        for sequence in settled.first:
+            self.counters.prompt_tokens += sequence.prompt_tokens
+            self.counters.cached_tokens += sequence.cached
+        self._keep_back(settled)
+
+    @_door
+    def fail(self) -> None:
+        """The step's device call failed: its sequences end with an error, their KV is not reused."""
+        settled = self.batcher.abandon()
+        self._steps += 1
+        for sequence, _ in settled.left:
+            settled.outputs.add(Output(sequence.request_id, sequence.outputs, None, FinishReason.ERROR))
+        self._keep_back(settled)
+
+    def _keep_back(self, settled: Settled) -> None:
+        failed = FinishReason.ERROR
+        for sequence in settled.doomed:
+            del self._doomed[sequence]
+            sequence.state = SequenceState.ENDED
+            self.kv.release(sequence, keep=False)
+        for sequence, finish in settled.left:
+            if finish is not None:
+                self._note(sequence, f"ended: {finish.value}")
+            self._ended(sequence, finish, keep=finish is not failed)
+        self._keep_back_events(settled.outputs)
+
+    def _keep_back_events(self, outputs: Outputs | None = None) -> None:
+        """What no command has caused is told at the next boundary."""
+        self._retained.add(self._retained.outputs if outputs is None else outputs, self._events, self._retired)
+        self._events, self._retired = [], []
+
+    def _require_between_steps(self) -> None:
+        if self.batcher.step_in_flight:
+            raise StepInFlight("the step is not settled")
+        if self.batcher.pressure.has_outstanding:
+            raise StepInFlight("the device has not answered all effects")
+
+    # Ownership
+
+    def _retire(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """All ownership of this sequence ends here. keep: its partial tail may serve as prefix cache."""
+        sequence.state = SequenceState.ENDED
+        self.kv.release(sequence, keep=keep)
+        self._disown(sequence)
+
+    def _disown(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.request_id]
+        self._stories.end(sequence.request_id)
+        self._retired.append(sequence.request_id)
+
+    def _note(self, sequence: Sequence, what: str) -> None:
+        self._stories.note(sequence.request_id, self.now, self._steps, len(sequence.known), what)
+
+    def story(self, request_id: RequestId) -> tuple[StoryLine, ...]:
+        """What happened to a request here, oldest first; also of the last ones that ended."""
+        return self._stories.of(request_id)
+
+    def renew(self, handoff_id: HandoffId, attempt: int) -> bool:
+        """Somebody follows this handoff: its lease runs anew. False if no lease of it runs here."""
+        if handoff_id not in self._leases or self._request_of(handoff_id, attempt) is None:
+            return False
+        self._leases.renew(handoff_id, self.now)
+        return True
+
+    # What it looks like
+
+    @_door
     def check(self) -> None:
-        """Prove the block accounting. Raises InvariantBroken."""
-        self.kv.pool.check(sequence.blocks for sequence in self._sequences.values())
+        """Prove that every block and every sequence is in exactly one place. Raises InvariantBroken."""
+        pins = [[copy.source] for copy in self.kv.copies]
+        try:
+            self.batcher.check()
+            self.kv.pool.check(
+                [*(s.blocks for s in self._sequences.values()), *(s.blocks for s in self._doomed), *pins]
+            )
+            self._check_states()
+        except InvariantBroken as error:
+            lines = [f"{name}: {line}" for name in self._sequences for line in self.story(name)[-3:]]
+            raise InvariantBroken("\n  ".join([str(error), *lines[-60:]])) from error
+
+    def _check_states(self) -> None:
+        scheduled = sum(s.state in SCHEDULED for s in self._sequences.values())
+        if scheduled != self.batcher.running + self.batcher.waiting:
+            raise InvariantBroken(
+                f"{scheduled} sequences are scheduled, the batcher knows {self.batcher.running} running"
+            )
+        committed = sum(s.committed for s in (*self._sequences.values(), *self._doomed))
+        if committed != self.kv.committed:
+            raise InvariantBroken(f"{self.kv.committed} blocks are promised, sequences have {committed}")
 
     @property
     def is_drained(self) -> bool:
         """Nothing is owned: every block is free or cached."""
-        return not self._sequences
+        return not self._sequences and not self._doomed
 
-    def occupancy(self) -> Occupancy:
-        held, reserved, draining = self._parked_blocks()
-        scheduled = sum(len(s.blocks) for s in self._scheduled())
-        return Occupancy(
-            total=self.kv.pool.total,
-            free=self.kv.pool.free,
-            cached=self.kv.pool.cached,
-            held=held,
-            reserved=reserved,
-            draining=draining,
-            active=scheduled,
-            waiting_requests=len(self.batcher.waiting) + self._waiting_elsewhere(),
-            running_requests=len(self.batcher.running),
-        )
+    def metrics(self) -> SchedulerMetrics:
+        """A snapshot; walks over all sequences."""
+        return measure(self.kv, self.batcher, self._parked(), sum(len(s.blocks) for s in self._doomed))
 
-    def _scheduled(self) -> Iterator[Sequence]:
-        yield from self.batcher.waiting
-        yield from self.batcher.running
+    def inventory(self) -> Inventory:
+        """Every hold, reservation and active handoff, with ages."""
+        holdings = self._holdings()
+        owned = {holding.request_id for holding in holdings}
+        return Inventory(self.incarnation, holdings, tuple(name for name in self._sequences if name not in owned))
+
+    # What the two sides add
 
     @abstractmethod
     def _may_admit_fresh(self) -> bool:
         """Whether waiting sequences that need blocks may be admitted now."""
 
     @abstractmethod
-    def _ended(self, sequence: Sequence, finish: FinishReason | None) -> None:
-        """A sequence left the running set: retire it, or keep its KV."""
+    def _ended(self, sequence: Sequence, finish: FinishReason | None, *, keep: bool) -> None:
+        """A sequence has left the batch: its request ended, or its output limit on this node is reached."""
 
     @abstractmethod
     def _forget(self, sequence: Sequence) -> None:
-        """Drop the handoff record of a scheduled sequence that is being cancelled."""
+        """Drop the handoff that a sequence belongs to, if any."""
 
     @abstractmethod
-    def _at_boundary(self) -> None:
-        """Capacity may have changed."""
+    def _retry_pending(self) -> None:
+        """Something may have become available: try the head of what waits for it, once."""
 
     @abstractmethod
-    def _parked_blocks(self) -> tuple[int, int, int]:
-        """Blocks that are (held, reserved, draining)."""
+    def _expire(self, handoff_id: HandoffId) -> None:
+        """A lease is over: cancel what it covers."""
 
     @abstractmethod
-    def _waiting_elsewhere(self) -> int:
-        """Requests that wait outside the batcher's queue."""
+    def _request_of(self, handoff_id: HandoffId, attempt: int) -> RequestId | None:
+        """The request of a handoff that owns something here."""
+
+    @abstractmethod
+    def _parked(self) -> "dict[str, list[Sequence]]":
+        """Sequences that are not the batcher's, by the name of what they are: held, pending, reserved, draining."""
+
+    @abstractmethod
+    def _holdings(self) -> tuple[Holding, ...]:
+        """This side's handoffs, oldest first."""

@@ -1,14 +1,18 @@
-"""The eight commands, their results, the lifecycle events, and what a boundary releases, as frozen data.
+"""The eight commands and their results, as frozen data.
 
 Source: the Command page in the project's seeds; the first token travels with the handoff, and `attempt` separates a
 handoff's tries, so a late message of an earlier try addresses nothing.
+
+While a step runs only those that start something and CancelRequest are applied (MID_STEP); the others wait for the
+boundary, where they find a settled state (source: the live driver of the project's handoff reference).
 """
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
+from scheduler.events import LifecycleEvent
 from scheduler.ids import HandoffId, RequestId
-from scheduler.request import FinishReason, Request
+from scheduler.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +79,14 @@ class CancelDestination:
 
 @dataclass(frozen=True, slots=True)
 class CancelRequest:
-    """Cancel a scheduled request: waiting or running, whatever started it. Held and reserved KV is not touched."""
+    """Cancel a scheduled request: waiting or running, whatever started it. Held and reserved KV is not touched.
+
+    discard_pending_output: drop the outputs that a settled step has ready for it even if its last token is among them
+    and the request is over for the scheduler.
+    """
 
     request_id: RequestId
+    discard_pending_output: bool = False
 
 
 Command: TypeAlias = (
@@ -90,6 +99,9 @@ Command: TypeAlias = (
     | CancelDestination
     | CancelRequest
 )
+
+MID_STEP = (Submit, SubmitHandoffPrefill, ReserveDestination, CancelRequest)
+"""Commands that are applied while a step runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +116,7 @@ class DestinationAccepted:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """Some state changed."""
+    """Some state changed, or output that was ready was suppressed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,81 +127,14 @@ class Noop:
 CommandResult: TypeAlias = Submitted | DestinationAccepted | Applied | Noop
 
 
-@dataclass(frozen=True, slots=True)
-class SourceHeld:
-    """The prompt is prefilled, the first token sampled, the KV held.
+class CommandEffects(NamedTuple):
+    """What a command did: its result, and the events and retired ids that it caused.
 
-    cached_tokens: prompt tokens whose KV was found in this node's prefix cache.
+    suppressed_pending_output: outputs or events of the request, settled but not released yet, were dropped.
     """
-
-    handoff_id: HandoffId
-    attempt: int
-    request_id: RequestId
-    prompt_tokens: int
-    cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class SourceFinished:
-    """The first token ended the request: nothing is held and nothing needs to be handed over."""
-
-    handoff_id: HandoffId
-    attempt: int
-    request_id: RequestId
-    finish: FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class DestinationReserved:
-    """Blocks are reserved; `missing_blocks` of the `prompt_blocks` must travel, the others are cached here."""
-
-    handoff_id: HandoffId
-    attempt: int
-    request_id: RequestId
-    prompt_blocks: int
-    missing_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class DestinationFinished:
-    """An activated destination wrote its last token; its blocks are free or prefix cache."""
-
-    handoff_id: HandoffId
-    attempt: int
-    request_id: RequestId
-    finish: FinishReason
-
-
-LifecycleEvent: TypeAlias = SourceHeld | SourceFinished | DestinationReserved | DestinationFinished
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """One sampled token: the `index`-th of its request, from 0; None where the request failed before it.
-
-    cached_tokens: prompt tokens found in the prefix cache, set on index 0.
-    """
-
-    request_id: RequestId
-    index: int
-    token: int | None
-    finish: FinishReason | None = None
-    cached_tokens: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CommandEffects:
-    """What a command did: its result, and the events and retired ids that it caused."""
 
     result: CommandResult
     events: tuple[LifecycleEvent, ...] = ()
     retired: tuple[RequestId, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class BoundaryEffects:
-    """What becomes visible at a boundary. Consumers handle outputs before events."""
-
-    outputs: tuple[Output, ...] = ()
-    events: tuple[LifecycleEvent, ...] = ()
-    retired: tuple[RequestId, ...] = ()
+    suppressed_pending_output: bool = False
+    incarnation: int = 1

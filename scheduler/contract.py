@@ -1,8 +1,8 @@
 """The device contract: what a scheduler may ask of a device, as data and one protocol.
 
-A step is launched with a plan and settled once with its ticket. Effects are bookkeeping between steps. No concrete
-model or tensor type appears here (source: the DeviceIo / StepPlan / Effect pages in the project's seeds; `Prefill`
-is an extension of ours).
+A step is launched with a plan and settled once with its ticket. Effects are bookkeeping between steps, applied in the
+order in which they were asked for. No concrete model or tensor type appears here (source: the DeviceIo / StepPlan /
+Effect pages in the project's seeds; `Prefill` is an extension of ours).
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NewType, Protocol, TypeAlias
 
-from scheduler.ids import RequestId
+from scheduler.ids import BlockId, RequestId
 from scheduler.request import SamplingParams
 
 Ticket = NewType("Ticket", int)
@@ -18,33 +18,48 @@ Ticket = NewType("Ticket", int)
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How the token after a row's last token is drawn.
+    """How the token after a row's last token is drawn; with the seed, the row's `end` keys the generator.
 
-    position: index of the new token in the sequence (prompt included); with the seed it keys the generator.
     suppress: token ids that must not be drawn.
-    history: ids that the repetition penalty applies to; empty when the penalty is 1.
     """
 
     params: SamplingParams
-    position: int
     suppress: frozenset[int] = frozenset()
-    history: Sequence[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Row:
-    """One sequence's share of a step.
+    """One sequence's share of a step: the KV of known[start:end] is computed.
 
-    tokens: ids whose KV this step computes, at positions start, start + 1, ...
-    blocks: the block table; covers at least start + len(tokens) positions. Borrowed until the step is settled.
-    draw: None when this step does not reach the end of what is known (a prompt chunk that is not the last).
+    A row lives as long as its sequence runs, and the scheduler moves it on when the step is settled. Nothing of it
+    changes between launch and settlement; a device that needs it for longer copies it.
+
+    known: all token ids of the sequence so far, from position 0.
+    blocks: the block table; covers at least `end` positions.
+    draw: how the token at position `end` is drawn; None when this step does not reach the end of what is known (a
+    prompt chunk that is not the last).
     """
 
     request_id: RequestId
-    tokens: Sequence[int]
+    known: Sequence[int]
     start: int
+    end: int
     blocks: Sequence[int]
     draw: Draw | None
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The ids that this step computes, at positions start, start + 1, ..."""
+        return self.known[self.start : self.end]
+
+    @property
+    def count(self) -> int:
+        return self.end - self.start
+
+    @property
+    def history(self) -> Sequence[int]:
+        """What a repetition penalty looks at: every id before the drawn one."""
+        return self.known[: self.end]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +92,69 @@ class Quiesce:
     """Block until everything that was launched has finished on the device."""
 
 
-Effect: TypeAlias = Quiesce
+@dataclass(frozen=True, slots=True)
+class CopyBlocks:
+    """Copy whole blocks in the KV pool, (source, target) in this order, before the next launch. An extension of ours.
+
+    A block that is shared and must be written is copied first; the writer gets the copy.
+    """
+
+    pairs: tuple[tuple[BlockId, BlockId], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSequenceState:
+    """Spill: put the state of one sequence, `tokens` positions of KV in `blocks`, into the spill store.
+
+    The blocks may be overwritten as soon as this is answered. Answers Saved, or Exhausted when the store has no
+    room; a store that fails is a DeviceError(EFFECT). Nothing is stored unless the answer is Saved.
+    """
+
+    request_id: RequestId
+    blocks: tuple[BlockId, ...]
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreSequenceState:
+    """Bring a saved state back, all of it or nothing, into `blocks`, and drop it from the store.
+
+    Raises DeviceError(EFFECT) when it is missing, damaged or of another size; it is dropped then as well.
+    """
+
+    request_id: RequestId
+    blocks: tuple[BlockId, ...]
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropSequenceState:
+    """Forget a saved state; nothing happens if there is none."""
+
+    request_id: RequestId
+
+
+Effect: TypeAlias = Quiesce | CopyBlocks | SaveSequenceState | RestoreSequenceState | DropSequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The effect was applied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A sequence's state is in the spill store. size: in bytes."""
+
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exhausted:
+    """There is no room for it. Not an error: the caller does without."""
+
+
+EffectOutcome: TypeAlias = Done | Saved | Exhausted
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +209,9 @@ class DeviceIo(Protocol):
         """Settle a step, exactly once. A wrong or repeated ticket is DeviceError(EFFECT)."""
         ...
 
-    def apply(self, effect: Effect) -> None: ...
+    def apply(self, effect: Effect) -> EffectOutcome:
+        """Bookkeeping between steps. Raises DeviceError(EFFECT); the effect has then changed no block."""
+        ...
 
     def teardown(self) -> None:
         """Free the device memory. No call may follow."""

@@ -2,17 +2,19 @@
 
     ReserveDestination -> PENDING --blocks--> RESERVED --bytes landed--> LANDED --Activate--> ACTIVE --> retired
                              |                   |                         |                    |
-                             `--Cancel--> gone   `--Cancel, bytes may come--> DRAINING          `--Cancel--> retired
+                             `--Cancel--> gone   `--Cancel, lease: bytes may come--> DRAINING   `--Cancel--> retired
                                                                                `--quiet--> retired
 
 An armed reservation goes from RESERVED to ACTIVE by itself when the bytes land. A reservation takes blocks for the
-prompt and one token. A pending one waits in FIFO order, and while any waits no sequence that needs fresh blocks is
-admitted.
+prompt and one token. Pending ones wait in FIFO order for blocks and for a place among `max_reservations`; each occasion
+reserves the head at most. While any waits no new sequence that needs blocks is admitted; a preempted one is, and goes
+before them, or a steady stream of handoffs would starve it.
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass
 from enum import Enum
+from math import inf
 
 from scheduler.base import SchedulerBase
 from scheduler.batching import BatchLimits
@@ -23,13 +25,14 @@ from scheduler.commands import (
     Command,
     CommandResult,
     DestinationAccepted,
-    DestinationFinished,
-    DestinationReserved,
     Noop,
     ReserveDestination,
 )
 from scheduler.errors import CommandRejected
+from scheduler.events import DestinationFinished, DestinationReserved, LeaseExpired, Side
 from scheduler.ids import BlockId, HandoffId, RequestId
+from scheduler.inventory import Holding
+from scheduler.policies import SchedulingPolicy
 from scheduler.request import FinishReason
 from scheduler.sequence import Sequence
 
@@ -44,12 +47,20 @@ class DestinationPhase(Enum):
     ACTIVE = "active"
     DRAINING = "draining"
 
+    __hash__ = object.__hash__  # by identity, as enums compare; the name's hash is a call in Python
+
+
+_IN_HANDOFF = frozenset({DestinationPhase.RESERVED, DestinationPhase.LANDED, DestinationPhase.DRAINING})
+
 
 @dataclass(slots=True, eq=False)
 class Destination:
+    """since: seconds when it entered its phase. receiving: the transport may write its blocks."""
+
     handoff_id: HandoffId
     attempt: int
     sequence: Sequence
+    since: float
     phase: DestinationPhase = DestinationPhase.PENDING
     receiving: bool = False
     armed: bool = False
@@ -77,27 +88,35 @@ class DecodeScheduler(SchedulerBase):
         max_model_len: int,
         max_reservations: int = 32,
         prefix_caching: bool = True,
+        policy: SchedulingPolicy | None = None,
+        lease_s: float = inf,
+        incarnation: int = 1,
+        kv_events: bool = False,
     ) -> None:
-        super().__init__(total_blocks, block_size, limits, max_model_len=max_model_len, prefix_caching=prefix_caching)
+        super().__init__(
+            total_blocks,
+            block_size,
+            limits,
+            max_model_len=max_model_len,
+            prefix_caching=prefix_caching,
+            policy=policy,
+            lease_s=lease_s,
+            incarnation=incarnation,
+            kv_events=kv_events,
+        )
+        if max_reservations < 1:
+            raise ValueError(f"max_reservations is {max_reservations}, must be at least 1")
         self.max_reservations = max_reservations
         self._destinations: dict[HandoffId, Destination] = {}
         self._destination_of: dict[RequestId, Destination] = {}
-        self._pending: deque[Destination] = deque()
+        self._pending: OrderedDict[HandoffId, Destination] = OrderedDict()
+        self._in_handoff = 0
         self._unacknowledged: OrderedDict[tuple[HandoffId, int], None] = OrderedDict()
 
     def _perform(self, command: Command) -> CommandResult:
         match command:
-            case ReserveDestination(handoff_id, request, attempt, armed):
-                if handoff_id in self._destinations:
-                    raise CommandRejected(f"handoff {handoff_id} is already a destination on this node")
-                sequence = self._new_sequence(request, request.max_tokens)
-                destination = Destination(handoff_id, attempt, sequence, armed=armed)
-                self._unacknowledged.pop((handoff_id, attempt), None)
-                self._sequences[request.request_id] = sequence
-                self._destinations[handoff_id] = self._destination_of[request.request_id] = destination
-                self._pending.append(destination)
-                self._reserve_pending()
-                return DestinationAccepted(request.request_id)
+            case ReserveDestination():
+                return self._accept(command)
             case ActivateDestination(handoff_id, attempt):
                 if (handoff_id, attempt) in self._unacknowledged:
                     del self._unacknowledged[handoff_id, attempt]
@@ -109,6 +128,19 @@ class DecodeScheduler(SchedulerBase):
             case _:
                 return super()._perform(command)
 
+    def _accept(self, command: ReserveDestination) -> CommandResult:
+        handoff_id, attempt, request = command.handoff_id, command.attempt, command.request
+        if handoff_id in self._destinations:
+            raise CommandRejected(f"handoff {handoff_id} is already a destination on this node")
+        sequence = self._new_sequence(request, request.max_tokens)
+        self._own(sequence, f"accepted as the destination of handoff {handoff_id}, attempt {attempt}")
+        destination = Destination(handoff_id, attempt, sequence, self.now, armed=command.activate_when_landed)
+        self._unacknowledged.pop((handoff_id, attempt), None)
+        self._destinations[handoff_id] = self._destination_of[request.request_id] = destination
+        self._pending[handoff_id] = destination
+        self._retry_pending()
+        return DestinationAccepted(request.request_id)
+
     def reserved(self, handoff_id: HandoffId, attempt: int) -> ReservedKv | None:
         """The blocks to receive into, or None if this handoff reserves nothing here."""
         destination = self._find(handoff_id, attempt)
@@ -116,7 +148,7 @@ class DecodeScheduler(SchedulerBase):
             return None
         sequence = destination.sequence
         return ReservedKv(
-            request_id=sequence.request.request_id,
+            request_id=sequence.request_id,
             prompt_tokens=sequence.prompt_tokens,
             blocks=tuple(sequence.blocks[: self.kv.blocks_for(sequence.prompt_tokens)]),
             cached_blocks=sequence.published,
@@ -125,18 +157,27 @@ class DecodeScheduler(SchedulerBase):
     def transfer_started(self, handoff_id: HandoffId, attempt: int) -> None:
         """From now on the transport may write the reserved blocks, until `landed` or `transfer_quiet`."""
         destination = self._find(handoff_id, attempt)
-        if destination is not None:
+        if destination is not None and destination.phase is DestinationPhase.RESERVED:
             destination.receiving = True
+            self._leases.renew(handoff_id, self.now)
+            self._note(destination.sequence, "transfer started")
 
     def landed(self, handoff_id: HandoffId, attempt: int, first_token: int) -> bool:
-        """All bytes are in place and verified. False if the reservation is no longer wanted."""
+        """All bytes are in place and verified. False if the reservation is no longer wanted.
+
+        A request of one token ends at its source, so nothing that lands for it is wanted.
+        """
         destination = self._find(handoff_id, attempt)
         if destination is None or destination.phase is not DestinationPhase.RESERVED:
             self.transfer_quiet(handoff_id, attempt)
             return False
         destination.receiving = False
-        destination.phase = DestinationPhase.LANDED
-        destination.sequence.tokens.append(first_token)
+        if destination.sequence.output_limit < 2:
+            return False
+        self._enter(destination, DestinationPhase.LANDED)
+        self._leases.renew(handoff_id, self.now)
+        destination.sequence.known.append(first_token)
+        self._note(destination.sequence, "landed")
         if destination.armed:
             self._activate(destination)
             self._remember_activation(handoff_id, attempt)
@@ -154,104 +195,150 @@ class DecodeScheduler(SchedulerBase):
         if destination is None:
             return
         destination.receiving = False
+        self._note(destination.sequence, "transfer quiet")
         if destination.phase is DestinationPhase.DRAINING:
             self._drop(destination)
-            self._at_boundary()
+            self._keep_back_events()
 
     def _find(self, handoff_id: HandoffId, attempt: int) -> Destination | None:
         destination = self._destinations.get(handoff_id)
         return destination if destination is not None and destination.attempt == attempt else None
 
+    def _enter(self, destination: Destination, phase: DestinationPhase) -> None:
+        self._in_handoff += (phase in _IN_HANDOFF) - (destination.phase in _IN_HANDOFF)
+        destination.phase, destination.since = phase, self.now
+
     def _activate(self, destination: Destination | None) -> CommandResult:
         if destination is None or destination.phase is not DestinationPhase.LANDED:
             return Noop()
         sequence = destination.sequence
-        destination.phase = DestinationPhase.ACTIVE
-        self.prompt_tokens_total += sequence.prompt_tokens
-        self.cached_tokens_total += sequence.cached
-        sequence.computed = sequence.prompt_tokens
+        self._enter(destination, DestinationPhase.ACTIVE)
+        self._leases.end(destination.handoff_id)
+        self._note(sequence, "activated")
+        self.counters.prompt_tokens += sequence.prompt_tokens
+        self.counters.cached_tokens += sequence.cached
+        sequence.start = sequence.prompt_tokens
         self.kv.publish(sequence)
-        self.batcher.submit(sequence)
-        self._at_boundary()
+        self.batcher.enqueue_ready(sequence)
         return Applied()
 
     def _cancel(self, destination: Destination | None) -> CommandResult:
         if destination is None or destination.phase is DestinationPhase.DRAINING:
             return Noop()
-        match destination.phase:
-            case DestinationPhase.PENDING:
-                self._pending.remove(destination)
-                self._drop(destination)
-            case DestinationPhase.ACTIVE:
-                self.batcher.remove(destination.sequence)
-                self._drop(destination)
-            case _ if destination.receiving:
-                destination.phase = DestinationPhase.DRAINING
-            case _:
-                self._drop(destination)
-        self._at_boundary()
+        if destination.phase is DestinationPhase.ACTIVE:
+            self._cancel_scheduled(destination.sequence)
+        else:
+            self._note(destination.sequence, f"cancelled while {destination.phase.value}")
+            self._end_parked(destination)
         return Applied()
 
+    def _end_parked(self, destination: Destination) -> None:
+        """A destination that doesn't run is over; its blocks wait until nothing writes them."""
+        if destination.receiving:
+            self._enter(destination, DestinationPhase.DRAINING)
+            self._leases.end(destination.handoff_id)
+            self._note(destination.sequence, "draining until the transport is quiet")
+        else:
+            self._drop(destination)
+
     def _drop(self, destination: Destination) -> None:
+        """What came of the KV is not trusted as prefix cache."""
         self._forget(destination.sequence)
-        self._retire(destination.sequence)
+        self._retire(destination.sequence, keep=False)
 
     def _forget(self, sequence: Sequence) -> None:
-        destination = self._destination_of.pop(sequence.request.request_id, None)
+        destination = self._destination_of.pop(sequence.request_id, None)
         if destination is not None:
+            self._in_handoff -= destination.phase in _IN_HANDOFF
             del self._destinations[destination.handoff_id]
+            self._pending.pop(destination.handoff_id, None)
+            self._leases.end(destination.handoff_id)
 
-    def _ended(self, sequence: Sequence, finish: FinishReason | None) -> None:
-        destination = self._destination_of.get(sequence.request.request_id)
+    def _ended(self, sequence: Sequence, finish: FinishReason | None, *, keep: bool) -> None:
+        destination = self._destination_of.get(sequence.request_id)
         if destination is not None and finish is not None:
             self._events.append(
-                DestinationFinished(destination.handoff_id, destination.attempt, sequence.request.request_id, finish)
+                DestinationFinished(destination.handoff_id, destination.attempt, sequence.request_id, finish)
             )
         self._forget(sequence)
-        self._retire(sequence)
+        self._retire(sequence, keep=keep)
 
-    def _at_boundary(self) -> None:
-        self._reserve_pending()
+    def _expire(self, handoff_id: HandoffId) -> None:
+        destination = self._destinations[handoff_id]
+        sequence = destination.sequence
+        self._note(sequence, f"lease of {self._leases.duration_s:g} s expired while {destination.phase.value}")
+        self._events.append(LeaseExpired(handoff_id, destination.attempt, sequence.request_id, Side.DESTINATION))
+        self._end_parked(destination)
 
-    def _reserve_pending(self) -> None:
-        """Reserve for the pending ones from the head, as far as blocks and the handoff limit go."""
-        while self._pending and self._in_handoff() < self.max_reservations:
-            destination = self._pending[0]
-            sequence = destination.sequence
-            if not self.kv.admit(sequence, self._positions(sequence), leave=0):
-                return
-            self._pending.popleft()
-            destination.phase = DestinationPhase.RESERVED
-            prompt_blocks = self.kv.blocks_for(sequence.prompt_tokens)
-            self._events.append(
-                DestinationReserved(
-                    handoff_id=destination.handoff_id,
-                    attempt=destination.attempt,
-                    request_id=sequence.request.request_id,
-                    prompt_blocks=prompt_blocks,
-                    missing_blocks=prompt_blocks - sequence.published,
-                )
+    def _retry_pending(self) -> None:
+        """Reserve for the head of the pending ones, if anything has changed since it was tried last."""
+        if not self._pending or self._in_handoff >= self.max_reservations or self.batcher.step_in_flight:
+            return
+        if self.batcher.pressure.is_blocked:
+            return
+        destination = next(iter(self._pending.values()))
+        sequence = destination.sequence
+        probe = (self.kv.pool.generation, 0)
+        if sequence.probed == probe:
+            return
+        if not self.kv.admit(sequence, self._positions(sequence), leave=0):
+            sequence.probed = probe
+            return
+        del self._pending[destination.handoff_id]
+        self._enter(destination, DestinationPhase.RESERVED)
+        self._leases.renew(destination.handoff_id, self.now)
+        sequence.cached = sequence.start
+        prompt_blocks = self.kv.blocks_for(sequence.prompt_tokens)
+        missing = prompt_blocks - sequence.published
+        self._note(sequence, f"reserved, {missing} of {prompt_blocks} blocks missing")
+        self._events.append(
+            DestinationReserved(
+                handoff_id=destination.handoff_id,
+                attempt=destination.attempt,
+                request_id=sequence.request_id,
+                prompt_blocks=prompt_blocks,
+                missing_blocks=missing,
             )
+        )
 
     @staticmethod
     def _positions(sequence: Sequence) -> int:
         """What a reservation covers; a request of one token never runs here and needs no room after its prompt."""
         return sequence.prompt_tokens + min(1, sequence.output_limit - 1)
 
-    def _in_handoff(self) -> int:
-        """Reservations that are not runnable yet, draining ones included."""
-        waiting = (DestinationPhase.PENDING, DestinationPhase.ACTIVE)
-        return sum(1 for d in self._destinations.values() if d.phase not in waiting)
-
     def _may_admit_fresh(self) -> bool:
         return not self._pending
 
-    def _parked_blocks(self) -> tuple[int, int, int]:
-        def blocks(*phases: DestinationPhase) -> int:
-            return sum(len(d.sequence.blocks) for d in self._destinations.values() if d.phase in phases)
+    def _request_of(self, handoff_id: HandoffId, attempt: int) -> RequestId | None:
+        destination = self._find(handoff_id, attempt)
+        return None if destination is None else destination.sequence.request_id
 
-        reserved = blocks(DestinationPhase.RESERVED, DestinationPhase.LANDED)
-        return 0, reserved, blocks(DestinationPhase.DRAINING)
+    def _parked(self) -> dict[str, list[Sequence]]:
+        names = {
+            DestinationPhase.PENDING: "pending",
+            DestinationPhase.RESERVED: "reserved",
+            DestinationPhase.LANDED: "reserved",
+            DestinationPhase.DRAINING: "draining",
+        }
+        parked: dict[str, list[Sequence]] = {name: [] for name in names.values()}
+        for destination in self._destinations.values():
+            if destination.phase in names:
+                parked[names[destination.phase]].append(destination.sequence)
+        return parked
 
-    def _waiting_elsewhere(self) -> int:
-        return len(self._pending)
+    def _holdings(self) -> tuple[Holding, ...]:
+        return tuple(
+            Holding(
+                handoff_id=destination.handoff_id,
+                attempt=destination.attempt,
+                request_id=destination.sequence.request_id,
+                side=Side.DESTINATION,
+                phase=destination.phase.value,
+                blocks=len(destination.sequence.blocks),
+                outputs=destination.sequence.outputs,
+                age_s=self.now - destination.sequence.since,
+                phase_age_s=self.now - destination.since,
+                lease_left_s=self._leases.left(destination.handoff_id, self.now),
+            )
+            for destination in self._destinations.values()
+        )

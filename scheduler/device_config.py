@@ -9,6 +9,7 @@ class DeviceConfig:
 
     kv_bytes: memory of the KV pool; block_size in tokens; threads: CPU threads of a step.
     max_model_len: positions, None for what the model and the pool allow.
+    spill_bytes: room for the KV of preempted sequences, 0 for none. spill_path: a folder, None for host memory.
     """
 
     model_path: str
@@ -20,3 +21,5 @@ class DeviceConfig:
     kv_bytes: int
     max_model_len: int | None
     threads: int
+    spill_bytes: int = 0
+    spill_path: str | None = None

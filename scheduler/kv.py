@@ -1,24 +1,68 @@
-"""KV accounting: block tables of sequences over the block pool, with admission by commitment.
+"""KV accounting: block tables of sequences over the block pool.
 
-A sequence is admitted when the blocks it may ever need fit beside what is already committed, so that a running
-sequence always finds its next block and nothing has to be preempted.
+Admission takes blocks for what is known of a sequence, as many of them as possible from the prefix cache:
+
+    [ full blocks of the prompt, found by hash: shared | tail: taken over, or copied before it is written | fresh ]
+
+With `guaranteed` admission all blocks that a sequence may ever need must fit beside what was promised to the others.
 """
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
 
 from scheduler.blocks import BlockPool
 from scheduler.errors import InvariantBroken
-from scheduler.ids import BlockId
-from scheduler.prefix import extend_chain
+from scheduler.events import BlocksRemoved, BlocksStored, KvEvent
+from scheduler.ids import BlockHash, BlockId
+from scheduler.prefix import extend_chain, hash_partial, is_partial, root
 from scheduler.sequence import Sequence
 
 
-class KvAccounting:
-    """Not shared between threads; `block_size` in tokens."""
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """`sequence` reads what `source` holds of it and goes on writing in `target`. The source is pinned meanwhile."""
 
-    def __init__(self, total_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
-        self.pool = BlockPool(total_blocks)
+    sequence: Sequence
+    source: BlockId
+    target: BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class _Tail:
+    """A cached block of which the first `tokens` positions are wanted."""
+
+    block: BlockId
+    tokens: int
+    take_over: bool
+
+
+class KvAccounting:
+    """Not shared between threads; `block_size` in tokens.
+
+    committed: blocks promised under guaranteed admission. lookups, hits: blocks asked of and found in the prefix cache.
+    """
+
+    def __init__(
+        self,
+        total_blocks: int,
+        block_size: int,
+        prefix_caching: bool = True,
+        *,
+        guaranteed: bool = False,
+        kv_events: bool = False,
+    ) -> None:
+        if block_size < 1:
+            raise ValueError(f"a block holds at least one token, not {block_size}")
+        self.pool = BlockPool(total_blocks, report_removed=kv_events)
         self.block_size = block_size
         self.prefix_caching = prefix_caching
+        self.guaranteed = guaranteed
         self.committed = 0
+        self.lookups = self.hits = 0
+        self._kv_events = kv_events
+        self._events: list[KvEvent] = []
+        self._event_number = 0
+        self._copies: list[BlockCopy] = []
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -27,63 +71,187 @@ class KvAccounting:
         """Blocks at the end of the request. The last sampled token's KV is never computed."""
         return self.blocks_for(sequence.prompt_tokens + sequence.output_limit - 1)
 
-    def admit(self, sequence: Sequence, tokens: int, *, leave: int) -> bool:
-        """Give `sequence` blocks for `tokens` positions, from the prefix cache where possible; all or nothing.
+    def admit(self, sequence: Sequence, tokens: int, *, leave: int, headroom: int = 0, reuse: bool = True) -> bool:
+        """Give `sequence` blocks for `tokens` positions; all or nothing, and nothing has changed if it is False.
 
-        leave: how many of the prompt's last tokens must stay to be computed (1 where logits are needed).
-        Sets `computed` to the number of cached tokens. False when it doesn't fit now.
+        leave: how many of the known tokens must stay to be computed (1 where logits are needed).
+        headroom: blocks that must stay available. reuse: False takes fresh blocks only.
+        Sets `start` to the number of cached tokens. A tail that must be copied is in `copies` then.
         """
-        needed = max(self.footprint(sequence), self.blocks_for(tokens))
-        if self.committed + needed > self.pool.total:
+        if self.guaranteed and self.committed + self._promise(sequence, tokens) > self.pool.total:
             return False
-        hits = self._match(sequence, leave)
+        needed = self.blocks_for(tokens)
+        hits = self._match(sequence, leave) if reuse else []
+        available = self.pool.available - sum(map(self.pool.is_idle, hits))
+        spare = available - headroom - (needed - len(hits))
+        if spare < 0:
+            return False
+        tail = self._match_tail(sequence, len(hits), leave, spare) if reuse and leave else None
         self.pool.acquire(hits)
-        fresh = self.pool.allocate(self.blocks_for(tokens) - len(hits))
-        if fresh is None:
-            self.pool.release(hits)
-            return False
-        sequence.blocks = hits + fresh
+        sequence.blocks = hits
         sequence.published = len(hits)
-        sequence.cached = sequence.computed = len(hits) * self.block_size
-        sequence.committed = needed
-        self.committed += needed
+        sequence.start = len(hits) * self.block_size
+        if tail is not None:
+            self._use_tail(sequence, tail)
+        self._append_fresh(sequence, needed)
+        if self.guaranteed:
+            sequence.committed = self._promise(sequence, tokens)
+            self.committed += sequence.committed
         return True
+
+    def _promise(self, sequence: Sequence, tokens: int) -> int:
+        return max(self.footprint(sequence), self.blocks_for(tokens))
 
     def _match(self, sequence: Sequence, leave: int) -> list[BlockId]:
         if not self.prefix_caching:
             return []
-        extend_chain(sequence.chain, sequence.tokens, self.block_size)
-        usable = (sequence.prompt_tokens - leave) // self.block_size
-        return self.pool.match(sequence.chain[:usable])
+        self._extend_chain(sequence)
+        usable = (len(sequence.known) - leave) // self.block_size
+        found = self.pool.match(sequence.chain[:usable])
+        self.lookups += usable
+        self.hits += len(found)
+        return found
 
-    def extend(self, sequence: Sequence) -> None:
-        """Make the block for the sequence's last token exist."""
-        missing = self.blocks_for(len(sequence.tokens)) - len(sequence.blocks)
-        if missing <= 0:
+    def _match_tail(self, sequence: Sequence, full: int, leave: int, spare: int) -> _Tail | None:
+        """What is cached of the block after `full` found ones, for who computes the rest (a transfer fills blocks)."""
+        first = full * self.block_size
+        most = min(len(sequence.known) - leave - first, self.block_size - 1)
+        if not self.prefix_caching or most <= 0:
+            return None
+        if full < len(sequence.chain):
+            whole = self.pool.find(sequence.chain[full])
+            if whole is not None:
+                return self._tail(whole, most, spare)
+        parent = sequence.chain[full - 1] if full else self._root(sequence)
+        for count in range(min(len(sequence.known) - first, self.block_size - 1), 0, -1):
+            block = self.pool.find(hash_partial(parent, sequence.known[first : first + count]))
+            if block is not None:
+                return self._tail(block, min(count, most), spare)
+        return None
+
+    def _tail(self, block: BlockId, tokens: int, spare: int) -> _Tail | None:
+        """A partial block that nobody reads is continued in place; any other is copied, which pins it for a while."""
+        idle = self.pool.is_idle(block)
+        take_over = idle and is_partial(self.pool.name_of(block))
+        if idle and not take_over and spare < 1:
+            return None
+        return _Tail(block, tokens, take_over)
+
+    def _use_tail(self, sequence: Sequence, tail: _Tail) -> None:
+        sequence.start += tail.tokens
+        if tail.take_over:
+            self.pool.take_over(tail.block)
+            sequence.blocks.append(tail.block)
             return
+        self.pool.acquire([tail.block])
+        self._append_fresh(sequence, len(sequence.blocks) + 1)
+        self._copies.append(BlockCopy(sequence, tail.block, sequence.blocks[-1]))
+
+    def _append_fresh(self, sequence: Sequence, needed: int) -> None:
+        fresh = self.pool.allocate(needed - len(sequence.blocks))
+        if fresh is None:
+            raise InvariantBroken("blocks that were counted as available are not", sequence.request_id)
+        sequence.blocks += fresh
+
+    @property
+    def copies(self) -> tuple[BlockCopy, ...]:
+        """Copies to be made before the next step."""
+        return tuple(self._copies)
+
+    def settle_copies(self, *, copied: bool) -> list[Sequence]:
+        """The device has answered. Returns the sequences that have to compute what wasn't copied."""
+        copies, self._copies = self._copies, []
+        for copy in copies:
+            if not copied:
+                copy.sequence.start -= copy.sequence.start % self.block_size
+                copy.sequence.cached = min(copy.sequence.cached, copy.sequence.start)
+            self.pool.release([copy.source])
+        return [] if copied else [copy.sequence for copy in copies]
+
+    def extend(self, sequence: Sequence) -> bool:
+        """Make the block for the sequence's last token exist; False if there is none."""
+        missing = self.blocks_for(len(sequence.known)) - len(sequence.blocks)
+        if missing <= 0:
+            return True
         fresh = self.pool.allocate(missing)
         if fresh is None:
-            raise InvariantBroken(
-                f"{sequence.request.request_id}: no block left although {self.committed} of "
-                f"{self.pool.total} are committed"
-            )
-        sequence.blocks.extend(fresh)
+            return False
+        sequence.blocks += fresh
+        return True
 
     def publish(self, sequence: Sequence) -> None:
         """Make the blocks that became full findable."""
-        if not self.prefix_caching:
+        full = sequence.start // self.block_size
+        if full <= sequence.published or not self.prefix_caching:
             return
-        full = sequence.computed // self.block_size
-        if full <= sequence.published:
-            return
-        extend_chain(sequence.chain, sequence.tokens, self.block_size)
-        for index in range(sequence.published, full):
-            self.pool.publish(sequence.blocks[index], sequence.chain[index])
+        self._extend_chain(sequence)
+        new = [
+            index
+            for index in range(sequence.published, full)
+            if self.pool.publish(sequence.blocks[index], sequence.chain[index])
+        ]
         sequence.published = full
+        if self._kv_events and new:
+            self._report_stored(sequence.chain, new)
 
-    def release(self, sequence: Sequence) -> None:
-        """Give back all blocks; published ones stay cached."""
-        self.pool.release(sequence.blocks)
+    def _report_stored(self, chain: Items[BlockHash], indices: Items[int]) -> None:
+        self._report_removed()
+        runs: list[list[int]] = []
+        for index in indices:
+            if runs and runs[-1][-1] == index - 1:
+                runs[-1].append(index)
+            else:
+                runs.append([index])
+        for run in runs:
+            parent = chain[run[0] - 1] if run[0] else None
+            self._events.append(BlocksStored(self._number(), parent, tuple(chain[i] for i in run)))
+
+    def _report_removed(self) -> None:
+        removed = tuple(name for name in self.pool.take_removed() if not is_partial(name))
+        if removed:
+            self._events.append(BlocksRemoved(self._number(), removed))
+
+    def _number(self) -> int:
+        self._event_number += 1
+        return self._event_number
+
+    def take_events(self) -> tuple[KvEvent, ...]:
+        """What became findable or was evicted since the last call, in order."""
+        if not self._kv_events:
+            return ()
+        self._report_removed()
+        events, self._events = tuple(self._events), []
+        return events
+
+    def release(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Give back all blocks; published ones stay cached, and with `keep` the partial tail does as well."""
+        try:
+            if keep:
+                self._publish_tail(sequence)
+            self.pool.release(sequence.blocks)
+        except InvariantBroken as error:
+            raise InvariantBroken(error.message, sequence.request_id) from error
         sequence.blocks = []
-        self.committed -= sequence.committed
-        sequence.committed = 0
+        sequence.published = 0
+        if sequence.committed:
+            # A promise ends although all its blocks may live on in other hands: whoever waits must try again.
+            self.committed -= sequence.committed
+            sequence.committed = 0
+            self.pool.generation += 1
+
+    def _publish_tail(self, sequence: Sequence) -> None:
+        full, rest = divmod(sequence.start, self.block_size)
+        # Only behind a published parent: a tail whose parent can't be found can't be found either.
+        if not rest or not self.prefix_caching or full != sequence.published or full >= len(sequence.blocks):
+            return
+        parent = sequence.chain[full - 1] if full else self._root(sequence)
+        first = full * self.block_size
+        self.pool.publish(sequence.blocks[full], hash_partial(parent, sequence.known[first : first + rest]))
+
+    def _extend_chain(self, sequence: Sequence) -> None:
+        if (len(sequence.chain) + 1) * self.block_size <= len(sequence.known):
+            extend_chain(sequence.chain, sequence.known, self.block_size, self._root(sequence))
+
+    @staticmethod
+    def _root(sequence: Sequence) -> BlockHash:
+        return root(sequence.request.adapter, sequence.request.cache_salt)

@@ -39,6 +39,8 @@ class Request:
     """One request. `max_tokens` >= 1 counts sampled tokens; `stop_token_ids` end the request after `min_tokens`.
 
     The stop token itself is part of the output. Before `min_tokens` tokens exist, stop tokens are not sampled.
+    priority: lower runs earlier, where the queue policy looks at it. adapter, cache_salt: requests share cached blocks
+    only with requests that have the same of both.
     """
 
     request_id: RequestId
@@ -47,6 +49,9 @@ class Request:
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
+    adapter: str | None = None
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt:

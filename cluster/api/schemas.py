@@ -31,6 +31,8 @@ class GenerationBody(Body):
     top_p: float | None = Field(None, gt=0.0, le=1.0)
     top_k: int | None = Field(None, ge=-1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    cache_salt: str | None = Field(None, min_length=1)
     repetition_penalty: float | None = Field(None, gt=0.0)
     stop: str | list[str] | None = Field(None, description="a string or a list of strings")
     stop_token_ids: list[int] | None = None

@@ -1,6 +1,7 @@
-"""Routes about the service itself: models, health, version, cluster status, metrics."""
+"""Routes about the service itself: models, health, version, cluster status, stories of requests, metrics."""
 
 import asyncio
+from collections.abc import Awaitable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -11,8 +12,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from cluster.api.cluster_metrics import render_status
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError
+from scheduler.ids import RequestId
 
 log = structlog.get_logger()
+
+ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")
+"""What an answer's id has before the request's."""
 
 
 def service_router(context: ApiContext) -> APIRouter:
@@ -43,6 +48,10 @@ def service_router(context: ApiContext) -> APIRouter:
     async def cluster_status() -> dict[str, Any]:
         return await _status(context)
 
+    @router.get("/cluster/story/{request_id:path}")
+    async def story(request_id: str) -> dict[str, Any]:
+        return await _story(request_id, context)
+
     @router.get("/metrics")
     @router.get("/prometheus/metrics")
     async def metrics() -> Response:
@@ -72,14 +81,34 @@ def _version() -> str:
 
 async def _status(context: ApiContext) -> dict[str, Any]:
     """Raises ApiError 503 when the cluster fails or does not answer in time."""
-    timeout_s = context.settings.status_timeout_s
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await context.gateway.status()
-    except Exception as error:
-        log.warning("no status from the cluster", error=repr(error))
+    return await _in_time(context.gateway.status(), "status", context)
+
+
+async def _story(answer_id: str, context: ApiContext) -> dict[str, Any]:
+    """answer_id: a request's id, or the id of its answer. Raises ApiError 404 or 503."""
+    request_id = answer_id
+    for prefix in ANSWER_PREFIXES:
+        request_id = request_id.removeprefix(prefix)
+    document = await _in_time(context.gateway.story(RequestId(request_id)), "story", context)
+    if not document["lines"]:
+        silent = [f"{node['node']} does not answer ({node['reason']})" for node in document["silent"]]
         raise ApiError(
-            503, "The cluster gave no status; see the server's log and try again later.", code="no_status"
+            404,
+            f"No node knows the request {request_id!r}; a node forgets what ended long ago."
+            + "".join(f" {sentence}." for sentence in silent),
+            code="request_not_found",
+        )
+    return document
+
+
+async def _in_time(answer: Awaitable[dict[str, Any]], what: str, context: ApiContext) -> dict[str, Any]:
+    try:
+        async with asyncio.timeout(context.settings.status_timeout_s):
+            return await answer
+    except Exception as error:
+        log.warning(f"no {what} from the cluster", error=repr(error))
+        raise ApiError(
+            503, f"The cluster gave no {what}; see the server's log and try again later.", code=f"no_{what}"
         ) from error
 
 

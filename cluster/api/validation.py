@@ -66,6 +66,8 @@ def build_request(
         min_tokens=min_tokens,
         stop_token_ids=stop_tokens if body.ignore_eos else stop_tokens | context.eos_token_ids,
         sampling=_sampling(body, context),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt,
     )
 
 

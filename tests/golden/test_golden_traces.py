@@ -35,4 +35,4 @@ def test_trace(path: Path, request: pytest.FixtureRequest) -> None:
 
 
 def test_there_are_traces() -> None:
-    assert len(TRACES) >= 14
+    assert len(TRACES) >= 80

@@ -10,8 +10,18 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from device.router import SyncRouter, build_sync_router
-from scheduler.contract import Decode, Draw, Prefill, Quiesce, Row
-from scheduler.ids import RequestId
+from scheduler.contract import (
+    CopyBlocks,
+    Decode,
+    Draw,
+    Prefill,
+    Quiesce,
+    RestoreSequenceState,
+    Row,
+    Saved,
+    SaveSequenceState,
+)
+from scheduler.ids import BlockId, RequestId
 from scheduler.request import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -54,8 +64,8 @@ def tokens_of(router: SyncRouter, params: SamplingParams) -> list[list[int]]:
     tokens = [list(prompt) for prompt in prompts]
 
     def row(i: int, first: int, last: int) -> Row:
-        draw = Draw(params, last) if last == len(tokens[i]) else None
-        return Row(RequestId(f"r{i}"), tokens[i][first:last], first, tables[i], draw)
+        draw = Draw(params) if last == len(tokens[i]) else None
+        return Row(RequestId(f"r{i}"), tokens[i], first, last, tables[i], draw)
 
     def step(plan: Prefill | Decode, numbers: list[int]) -> None:
         for i, token in zip(numbers, router.await_result(router.launch(plan)).tokens, strict=True):
@@ -95,6 +105,41 @@ def test_the_pool_is_flat_device_bytes(folder: Path) -> None:
     router.pool.tensor[3] = 1.0
     assert memory.nonzero().min() >= 3 * size
     assert memory.nonzero().max() < 4 * size
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("where", ["host", "disk"])
+def test_a_spilled_sequence_goes_on_in_other_blocks(folder: Path, tmp_path: Path, where: str, dtype: str) -> None:
+    """Without a Quiesce anywhere: a save follows the step that wrote the blocks, a step follows the restore."""
+    router = build_sync_router(
+        folder, "tiny", "cuda", dtype, "torch", BLOCK_SIZE, None, TOTAL_BLOCKS, None, 1 << 24,
+        tmp_path if where == "disk" else None,
+    )  # fmt: skip
+    rng = random.Random(2)
+    tokens = [rng.randrange(VOCABULARY) for _ in range(88)]
+    order = [BlockId(block) for block in rng.sample(range(TOTAL_BLOCKS), 18)]
+    used, moved, copied = tuple(order[:6]), tuple(order[6:12]), tuple(order[12:])
+    name, draw = RequestId("a"), Draw(SamplingParams())
+
+    def prefill(known: list[int]) -> None:
+        router.await_result(router.launch(Prefill((Row(name, known, 0, 87, used, None),))))
+
+    def decode(blocks: tuple[BlockId, ...]) -> tuple[int | None, ...]:
+        return router.await_result(router.launch(Decode((Row(name, tokens, 87, 88, blocks, draw),)))).tokens
+
+    prefill(tokens)
+    wanted = decode(used)
+    prefill(tokens)
+    content = router.pool.tensor[list(used)].clone()
+    assert isinstance(router.apply(SaveSequenceState(name, used, 87)), Saved)
+    prefill(tokens[::-1])
+    router.apply(RestoreSequenceState(name, moved, 87))
+    assert torch.equal(router.pool.tensor[list(moved)], content)
+    router.apply(CopyBlocks(tuple(zip(moved, copied, strict=True))))
+    assert torch.equal(router.pool.tensor[list(copied)], content)
+    assert decode(moved) == decode(copied) == wanted
+    router.teardown()
+    assert not list(tmp_path.iterdir())
 
 
 def test_teardown_frees_the_memory(folder: Path) -> None:

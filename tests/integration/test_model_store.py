@@ -15,14 +15,14 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from rows import make_row
 from transformers import AutoTokenizer, GenerationConfig
 
 from device import models
 from device.models import ModelDownloadFailed, ModelError, ModelUnsupported, default_home, resolve_model
 from device.router import build_sync_router
 from device.wheel_models import SMOLLM2, WheelModel
-from scheduler.contract import Draw, Prefill, Row
-from scheduler.ids import RequestId
+from scheduler.contract import Draw, Prefill
 from scheduler.request import SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -153,7 +153,7 @@ def test_a_converted_folder_has_all_that_serving_needs(tiny_gguf: Path, tmp_path
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
     assert (folder.path / "model.safetensors").stat().st_mode & 0o777 == 0o644
     router = build_sync_router(folder.path, "tiny", "cpu", "fp32", "torch", 4, None, 4, None)
-    row = Row(RequestId("r"), [3, 4, 5], 0, [2], Draw(SamplingParams(), 3))
+    row = make_row("r", [3, 4, 5], 0, [2], Draw(SamplingParams()))
     (token,) = router.await_result(router.launch(Prefill((row,)))).tokens
     assert token is not None
     assert 0 <= token < config["vocab_size"]

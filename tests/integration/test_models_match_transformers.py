@@ -93,8 +93,8 @@ class Sequence:
 
     def row(self, count: int) -> Row:
         end = self.computed + count
-        draw = Draw(GREEDY, end) if end == len(self.tokens) else None
-        return Row(RequestId(self.name), self.tokens[self.computed : end], self.computed, self.blocks, draw)
+        draw = Draw(GREEDY) if end == len(self.tokens) else None
+        return Row(RequestId(self.name), self.tokens, self.computed, end, self.blocks, draw)
 
     def settle(self, count: int, token: int | None) -> None:
         self.computed += count
@@ -182,9 +182,9 @@ def test_prefilled_logits_are_close_to_transformers(
 ) -> None:
     logits: list[torch.Tensor] = []
 
-    def keep(given: torch.Tensor, draws: Any) -> list[int]:
+    def keep(given: torch.Tensor, drawn: Any) -> list[int]:
         logits.append(given.clone())
-        return [0] * len(draws)
+        return [0] * len(drawn)
 
     monkeypatch.setattr("device.router.draw_tokens", keep)
     monkeypatch.setattr("device.torch_attention.TILE", 7)  # several tiles per chunk

@@ -64,6 +64,43 @@ def test_status_names_devices_links_and_blocks(pair: Served) -> None:
     assert "decode-0" in table
 
 
+def test_a_story_tells_what_happened_on_both_nodes(pair: Served) -> None:
+    request = {"model": "smollm2", "prompt": "Once", "max_tokens": 3, "ignore_eos": True, "priority": 1}
+    answer = httpx.post(f"{pair.url}/v1/completions", json=request, timeout=60, trust_env=False).json()
+    wait_until(lambda: "transfer quiet" in pair.command("story", answer["id"]), 10)
+    lines = pair.command("story", answer["id"]).splitlines()
+    times = [line[: len("2026-01-01 00:00:00.000")] for line in lines]
+    assert times == sorted(times)
+    prefill = [line for line in lines if "  prefill-0  " in line]
+    decode = [line for line in lines if "  decode-0   " in line]
+    assert len(prefill) + len(decode) == len(lines)
+    for words, told in (("held", prefill), ("released", prefill), ("landed", decode), ("ended: length", decode)):
+        assert any(words in line for line in told), words
+    document = json.loads(pair.command("story", answer["id"].removeprefix("cmpl-"), "--json"))
+    assert len(document["lines"]) == len(lines)
+    assert abs(document["lines"][0]["at"] - time.time()) < 60
+
+
+def test_the_story_of_an_unknown_request_is_one_clear_sentence(pair: Served) -> None:
+    result = subprocess.run(
+        [prelay(), "story", "cmpl-nope/..", "--url", pair.url],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment(pair.home),
+        check=False,
+    )
+    assert result.returncode == 1
+    assert "No node knows the request" in result.stderr
+
+
+def test_the_nodes_count_what_their_schedulers_do(pair: Served) -> None:
+    text = httpx.get(f"{pair.url}/metrics", timeout=60, trust_env=False).text
+    for name in ("preemptions", "recomputed_tokens", "spills", "restores", "expired_leases", "prefix_hits"):
+        assert f"prelay_node_{name}_total" in text
+    assert 'prelay_work_requests{kind="queued_decodes",node="decode-0",role="decode"} 0.0' in text
+
+
 def test_chat_answers_a_line(pair: Served) -> None:
     result = subprocess.run(
         [prelay(), "chat", "--url", pair.url, "--max-tokens", "16", "--temperature", "0"],
@@ -78,9 +115,9 @@ def test_chat_answers_a_line(pair: Served) -> None:
 
 
 def test_commands_without_a_server_say_what_to_do(tmp_path: Path) -> None:
-    for command in ("status", "chat"):
+    for command in (["status"], ["story", "r"], ["chat"]):
         result = subprocess.run(
-            [prelay(), command], capture_output=True, text=True, timeout=60, env=environment(tmp_path), check=False
+            [prelay(), *command], capture_output=True, text=True, timeout=60, env=environment(tmp_path), check=False
         )
         assert result.returncode == 1
         assert "prelay serve" in result.stderr

@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from handoff.compatibility import Compatibility
 from handoff.coordinator import Completion, Order
 from handoff.driver import Driver, DriverLimits, HandoffRecord
 from handoff.exchange import Exchange, TransferEnd
+from handoff.leases import HandoffKey, LeaseKeeper
 from handoff.node import MakeExchange, Node
 from handoff.report import NodeReport
 from handoff.transports.memory import MemoryFabric, MemoryTransport
@@ -27,6 +28,7 @@ from scheduler.commands import Command, CommandEffects, SubmitHandoffPrefill
 from scheduler.contract import DeviceIo
 from scheduler.decode_scheduler import DecodeScheduler
 from scheduler.ids import HandoffId, NodeId, RequestId
+from scheduler.policies import SchedulingPolicy
 from scheduler.prefill_scheduler import PrefillScheduler
 from scheduler.request import Request
 from scheduler.routing import least_loaded
@@ -51,7 +53,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class ClusterShape:
-    """jitter_seed: delays answers and reports at random, and delivers some reports twice; each node's stay in order."""
+    """policy: of both pools. spill_blocks: room for spilled KV on each node.
+
+    jitter_seed: delays answers and reports at random, and delivers some reports twice; each node's stay in order.
+    """
 
     prefills: int = 1
     decodes: int = 1
@@ -59,19 +64,24 @@ class ClusterShape:
     decode_blocks: int = 256
     order: Order = Order.DESTINATION_FIRST
     limits: BatchLimits = field(default_factory=lambda: BatchLimits(max_tokens=32, max_sequences=8))
+    policy: SchedulingPolicy = field(default_factory=SchedulingPolicy)
+    spill_blocks: int = 0
+    max_holds: int = 64
     max_reservations: int = 32
+    lease_s: float = 60.0
     max_model_len: int = 1024
     jitter_seed: int | None = None
 
 
 class Ports:
-    """NodePort over nodes of this process. sent: commands that have reached a node's inbox.
+    """NodePort and LeasePort over nodes of this process. sent: commands that have reached a node's inbox.
 
-    delay: seconds that an answer takes.
+    delay: seconds that an answer takes. cut: no call reaches any node, as if the caller was dead.
     """
 
     def __init__(self, delay: Callable[[], float]) -> None:
         self._delay = delay
+        self.cut = False
         self.nodes: dict[NodeId, PrefillNode | DecodeNode] = {}
         self.lost: set[NodeId] = set()
         self.sent: list[Command] = []
@@ -99,6 +109,10 @@ class Ports:
         assert isinstance(prefill, PrefillNode)
         return await self._answer(node, prefill.start_transfer(handoff_id, attempt, destination))
 
+    async def renew_leases(self, node: NodeId, handoffs: Sequence[HandoffKey]) -> None:
+        self._require(node)
+        await self._answer(node, self.nodes[node].renew_leases(handoffs))
+
     def lose(self, node: NodeId) -> None:
         """Like a dead process: calls under way and later ones fail."""
         self.lost.add(node)
@@ -120,7 +134,7 @@ class Ports:
         return self._losses.setdefault(node, asyncio.Event())
 
     def _require(self, node: NodeId) -> None:
-        if node in self.lost:
+        if self.cut or node in self.lost:
             raise ConnectionError(f"{node} is gone")
 
 
@@ -153,6 +167,8 @@ class LocalCluster:
             self._add(name, self.shape.prefill_blocks, self._prefill_node)
         for name in self._decodes:
             self._add(name, self.shape.decode_blocks, self._decode_node)
+        keeper = LeaseKeeper(self.ports, self.driver.live_handoffs, self.shape.lease_s)
+        self._keeping = asyncio.create_task(keeper.run())
         infos = {name: node.start(self.devices[name].pool) for name, node in self.ports.nodes.items()}
         for prefill in self._prefills:
             for decode in self._decodes:
@@ -161,21 +177,31 @@ class LocalCluster:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._keeping.cancel()
         self.fabric.release()
         for name, node in self.ports.nodes.items():
             self.devices[name].gate.release()
             await asyncio.to_thread(node.stop, 10.0)
 
     def _add(self, name: NodeId, blocks: int, make: Callable[[NodeId, DeviceIo], PrefillNode | DecodeNode]) -> None:
-        device = KvMachine(blocks, BLOCK_SIZE, max_model_len=self.shape.max_model_len)
+        device = KvMachine(
+            blocks, BLOCK_SIZE, max_model_len=self.shape.max_model_len, spill_blocks=self.shape.spill_blocks
+        )
         self.devices[name] = device
         self.ports.nodes[name] = make(name, device)
 
     def _prefill_node(self, name: NodeId, device: DeviceIo) -> PrefillNode:
         scheduler = PrefillScheduler(
-            self.shape.prefill_blocks, BLOCK_SIZE, self.shape.limits, max_model_len=self.shape.max_model_len
+            self.shape.prefill_blocks,
+            BLOCK_SIZE,
+            self.shape.limits,
+            max_model_len=self.shape.max_model_len,
+            max_handoffs=self.shape.max_holds,
+            policy=self.shape.policy,
+            lease_s=self.shape.lease_s,
         )
-        return PrefillNode(name, 1, scheduler, device, self._make_exchange(name, device), self._publish)
+        exchange = self._make_exchange(name, device)
+        return PrefillNode(name, 1, scheduler, device, exchange, self._publish, time.monotonic)
 
     def _decode_node(self, name: NodeId, device: DeviceIo) -> DecodeNode:
         scheduler = DecodeScheduler(
@@ -184,8 +210,11 @@ class LocalCluster:
             self.shape.limits,
             max_model_len=self.shape.max_model_len,
             max_reservations=self.shape.max_reservations,
+            policy=self.shape.policy,
+            lease_s=self.shape.lease_s,
         )
-        return DecodeNode(name, 1, scheduler, device, self._make_exchange(name, device), self._publish)
+        exchange = self._make_exchange(name, device)
+        return DecodeNode(name, 1, scheduler, device, exchange, self._publish, time.monotonic)
 
     def _make_exchange(self, name: NodeId, device: DeviceIo) -> MakeExchange:
         facts = device.facts()
@@ -223,7 +252,8 @@ class LocalCluster:
         if report.node in self.ports.lost:
             return
         self._streams.deliver(report.outputs)
-        self.driver.on_report(report)
+        if not self.ports.cut:
+            self.driver.on_report(report)
 
     def node(self, name: str) -> Node[Any]:
         return self.ports.nodes[NodeId(name)]
@@ -283,6 +313,14 @@ class LocalCluster:
                 node.disconnect(lost)
         self.driver.on_node_lost(lost)
 
+    def stop_renewals(self) -> None:
+        self._keeping.cancel()
+
+    def kill_coordinator(self) -> None:
+        """No command, no renewal and no cleanup comes from it any more; nodes and clients live on."""
+        self.stop_renewals()
+        self.ports.cut = True
+
     async def status(self, name: str) -> dict[str, Any]:
         return await asyncio.wrap_future(self.node(name).status())
 
@@ -304,13 +342,16 @@ class LocalCluster:
 
     async def require_drained(self, timeout_s: float = RECLAIM_S) -> None:
         """All blocks of all living nodes are free or cached; nothing is driven any more."""
+        await self.require_nodes_drained(timeout_s)
+        await self.until(lambda: self.driver.active == 0, timeout_s)
+
+    async def require_nodes_drained(self, timeout_s: float = RECLAIM_S) -> None:
         alive = [name for name in self.ports.nodes if name not in self.ports.lost]
 
         async def drained() -> bool:
             return all([(await self.status(name))["drained"] for name in alive])
 
         await self.until(drained, timeout_s)
-        await self.until(lambda: self.driver.active == 0, timeout_s)
         for name in alive:
             blocks = (await self.status(name))["blocks"]
             assert blocks["free"] + blocks["cached"] == blocks["total"]

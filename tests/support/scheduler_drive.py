@@ -7,9 +7,9 @@ from kv_machine import KvMachine
 
 from scheduler.base import SchedulerBase
 from scheduler.batching import BatchLimits
-from scheduler.commands import BoundaryEffects
-from scheduler.contract import DeviceError, StepPlan
+from scheduler.contract import DeviceError, Effect, StepPlan
 from scheduler.decode_scheduler import DecodeScheduler
+from scheduler.events import BoundaryEffects, Outputs
 from scheduler.ids import HandoffId, RequestId
 from scheduler.prefill_scheduler import PrefillScheduler
 from scheduler.request import Request
@@ -47,29 +47,73 @@ def _build(kind: type[S], blocks: int, options: dict[str, Any]) -> S:
 
 
 class Stepper:
-    """A scheduler and its device; remembers what came out. `check()` runs after every step."""
+    """A scheduler and its device; remembers what came out. `check()` runs after every part of a boundary.
+
+    now: the clock; a step takes a second.
+    """
 
     def __init__(self, scheduler: SchedulerBase, **device: Any) -> None:
         self.scheduler = scheduler
         self.device = KvMachine(scheduler.kv.pool.total, scheduler.kv.block_size, **device)
         self.tokens: dict[str, list[int]] = {}
-        self.plans: list[StepPlan] = []
+        self.plans: list[str] = []
+        self.effects: list[Effect] = []
+        self.now = 0.0
 
-    def step(self) -> BoundaryEffects | None:
-        """One step; None if nothing can run."""
-        plan = self.scheduler.plan()
-        if plan is None:
-            return None
-        self.plans.append(plan)
-        try:
-            effects = self.scheduler.complete(self.device.await_result(self.device.launch(plan)))
-        except DeviceError:
-            effects = self.scheduler.fail()
+    def boundary(self) -> BoundaryEffects:
+        """What is visible now."""
+        effects = self.scheduler.boundary(self.now)
         self.scheduler.check()
         for output in effects.outputs:
             if output.token is not None:
                 self.tokens.setdefault(output.request_id, []).append(output.token)
         return effects
+
+    def launch(self) -> StepPlan | None:
+        """Prepare and plan, without settling; None if nothing can run. What was not released before is lost."""
+        while True:
+            effects = self.scheduler.prepare()
+            for effect in effects:
+                self.effects.append(effect)
+                try:
+                    outcome = self.device.apply(effect)
+                except DeviceError:
+                    outcome = None
+                self.scheduler.effect_settled(effect, outcome)
+            self.scheduler.check()
+            plan = self.scheduler.plan()
+            if plan is not None:
+                self.plans.append(describe(plan))
+            if plan is not None or not effects:
+                return plan
+
+    def settle(self, plan: StepPlan) -> None:
+        """Run the plan and book it; nothing of it is released yet."""
+        self.now += 1
+        self.scheduler.advance_clock(self.now)
+        try:
+            result = self.device.await_result(self.device.launch(plan))
+        except DeviceError:
+            self.scheduler.fail()
+        else:
+            self.scheduler.settle(result)
+        self.scheduler.check()
+
+    def step(self) -> BoundaryEffects | None:
+        """One step and the boundary after it; None if nothing can run. Anything that was pending is released first."""
+        pending = self.boundary()
+        plan = self.launch()
+        if plan is None:
+            return pending if not pending.is_empty else None
+        self.settle(plan)
+        effects = self.boundary()
+        return BoundaryEffects(
+            (*pending.kv_events, *effects.kv_events),
+            Outputs.of((*pending.outputs, *effects.outputs)),
+            (*pending.events, *effects.events),
+            (*pending.retired, *effects.retired),
+            effects.incarnation,
+        )
 
     def run(self, limit: int = 1000) -> list[BoundaryEffects]:
         """Step until nothing can run."""
@@ -80,6 +124,12 @@ class Stepper:
                 return effects
             effects.append(done)
         raise AssertionError(f"still running after {limit} steps")
+
+
+def describe(plan: StepPlan) -> str:
+    """The kind of a plan and its rows with their positions."""
+    rows = [f"{row.request_id}[{row.start}..{row.end - 1}]{'' if row.draw else ' no draw'}" for row in plan.rows]
+    return f"{type(plan).__name__.lower()} {', '.join(rows)}"
 
 
 def copy_blocks(

@@ -35,11 +35,16 @@ class Script:
 
 @dataclass(slots=True)
 class ScriptedGateway:
-    """A Gateway that plays scripts, and records its requests and those that were closed before their end."""
+    """A Gateway that plays scripts, and records its requests and those that were closed before their end.
+
+    stories: lines by request; any other request is unknown.
+    """
 
     script: Callable[[Request], Script]
     status_json: dict[str, Any] = field(default_factory=dict)
     status_error: Exception | None = None
+    stories: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    silent: list[dict[str, Any]] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     cancelled: list[RequestId] = field(default_factory=list)
 
@@ -71,6 +76,11 @@ class ScriptedGateway:
         if self.status_error is not None:
             raise self.status_error
         return self.status_json
+
+    async def story(self, request_id: RequestId) -> dict[str, Any]:
+        if self.status_error is not None:
+            raise self.status_error
+        return {"request_id": request_id, "lines": self.stories.get(request_id, []), "silent": self.silent}
 
 
 def _wrap(**options: Any) -> PreTrainedTokenizerFast:

@@ -1,276 +1,358 @@
 """Executes the script of a golden trace: two schedulers, their devices and coordinators, all by hand and in one thread.
 
-A trace is a text file. Lines that begin with ">" are directives; what follows each is what it caused.
+A trace is a text file. Lines that begin with ">" are directives; what follows each is what it caused. P is the prefill
+node, D the decode node, NAME a request and its handoff. A block holds 4 tokens.
 
-    > nodes prefill_blocks=16 decode_blocks=16 tokens=8 sequences=4
-    > open NAME prompt=0..9 max_tokens=4 order=destination_first      a client's request
-    > step P                                                          one step of a node
-    > move NAME                                                       the bytes of a transfer land
-    > cancel NAME | fail P | show | run                               run: steps and moves until nothing is left
+    > nodes decode_blocks=8 tokens=8 lease=5 ...        new nodes, with the options of trace_node.Setup
+    > open NAME prompt=0..9 max_tokens=4 ...            a client's request, with a coordinator of its own
+          order=destination_first|source_first  armed=yes|no (activate when landed)  stop=TOKEN  priority=N  salt=TEXT
+    > cancel NAME                                       the client goes away: its coordinator is told
+    > delay NAME [P] | deliver NAME                     reports of the nodes, or of one, reach its coordinator late
+    > tell P CancelRequest NAME discard=yes ...         one command, by its name, from nobody's coordinator
+    > step P                                            a step of a node, from boundary to boundary; or in parts:
+    > launch P | settle P | boundary P                  commands that can't be applied under a step wait for `settle`
+    > offer NAME                                        the source's transport begins to send
+    > move NAME | lose NAME                             the bytes of a transfer land, or are lost
+    > fail P | fail_effect P                            the next step or effect of a device fails
+    > wait 5 | renew NAME                               time passes, in seconds; the leases of a handoff run anew
+    > run                                               steps and moves until nothing is left
+    > show | inventory | story P NAME                   where the blocks are, what handoffs own, a request's own log
+
+Every token is compared with the one right answer, and comes once and in order. Expired leases count as failures of the
+handoff, as a driver would have it.
 """
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from scheduler_drive import BLOCK_SIZE, Stepper, copy_blocks
+import trace_commands
+import trace_text
+from kv_machine import expected_output
+from scheduler_drive import BLOCK_SIZE, copy_blocks
+from trace_coordinators import Client, Coordinators
+from trace_node import Setup, TraceNode
 
 from handoff.coordinator import (
-    Acknowledged,
     Action,
     ActionKind,
-    Cancelled,
     DestinationIsReserved,
-    Event,
     Failed,
-    Handoff,
     Order,
     Outcome,
     SourceHasFinished,
     SourceIsHeld,
-    Start,
     TransferLanded,
-    advance,
 )
-from scheduler.batching import BatchLimits
-from scheduler.commands import (
-    ActivateDestination,
-    Applied,
+from scheduler.commands import CancelDestination, Command, ReserveDestination, Submit, SubmitHandoffPrefill
+from scheduler.decode_scheduler import ReservedKv
+from scheduler.errors import CommandRejected, StaleIncarnation, StepInFlight
+from scheduler.events import (
     BoundaryEffects,
-    CancelDestination,
-    CancelSource,
-    Command,
-    DestinationAccepted,
-    DestinationFinished,
     DestinationReserved,
+    LeaseExpired,
     LifecycleEvent,
-    ReleaseSource,
-    ReserveDestination,
+    Output,
+    Side,
     SourceFinished,
     SourceHeld,
-    SubmitHandoffPrefill,
-    Submitted,
 )
-from scheduler.contract import StepPlan
-from scheduler.decode_scheduler import DecodeScheduler, ReservedKv
-from scheduler.errors import CommandRejected
 from scheduler.ids import HandoffId, RequestId
-from scheduler.prefill_scheduler import HeldKv, PrefillScheduler
+from scheduler.prefill_scheduler import HeldKv
 from scheduler.request import FinishReason, Request
-
-COMMANDS: dict[ActionKind, type[ActivateDestination | CancelDestination | CancelSource | ReleaseSource]] = {
-    ActionKind.ACTIVATE_DESTINATION: ActivateDestination,
-    ActionKind.RELEASE_SOURCE: ReleaseSource,
-    ActionKind.CANCEL_SOURCE: CancelSource,
-    ActionKind.CANCEL_DESTINATION: CancelDestination,
-}
 
 
 @dataclass(slots=True)
-class Client:
-    request: Request
-    handoff: Handoff
+class Transfers:
+    """expected: reservations that the destination's transport may fill. offered: KV that the source's may read."""
+
+    expected: dict[str, ReservedKv] = field(default_factory=dict)
+    offered: dict[str, HeldKv] = field(default_factory=dict)
 
 
 class TraceWorld:
-    """See the module's docstring."""
+    """See the module's docstring. Each public method but `execute` is a directive."""
 
     def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.clients: dict[str, Client] = {}
-        self.reserved: dict[str, ReservedKv] = {}
-        self.moving: dict[str, HeldKv] = {}
-        self.facts: deque[tuple[str, Event]] = deque()
+        self._lines: list[str] = []
+        self._coordinators = Coordinators(self._perform, self._lines)
+        self._requests: dict[RequestId, Request] = {}
+        self._outputs: dict[RequestId, list[int]] = {}
         self.nodes()
 
     def execute(self, directive: str) -> list[str]:
         """Perform one directive, without its ">". Returns what it caused."""
         name, *words = directive.split()
-        options = dict(word.split("=") for word in words if "=" in word)
+        options = dict(word.split("=", 1) for word in words if "=" in word)
         arguments = [word for word in words if "=" not in word]
         action: Callable[..., None] = getattr(self, name)
         action(*arguments, **options)
-        self._settle()
-        self.prefill.check()
-        self.decode.check()
-        lines, self.lines = self.lines, []
+        self._coordinators.run()
+        lines = list(self._lines)
+        self._lines.clear()
         return lines
 
-    def nodes(
-        self, prefill_blocks: str = "16", decode_blocks: str = "16", tokens: str = "8", sequences: str = "4"
-    ) -> None:
-        limits = BatchLimits(int(tokens), int(sequences))
-        self.prefill = PrefillScheduler(int(prefill_blocks), BLOCK_SIZE, limits, max_model_len=64)
-        self.decode = DecodeScheduler(int(decode_blocks), BLOCK_SIZE, limits, max_model_len=64)
-        self.steppers = {"P": Stepper(self.prefill), "D": Stepper(self.decode)}
+    # Directives: requests and commands
 
-    def open(self, name: str, *, prompt: str, max_tokens: str, order: str = "destination_first") -> None:
-        first, last = prompt.split("..")
-        request = Request(RequestId(name), tuple(range(int(first), int(last) + 1)), int(max_tokens))
-        self.clients[name] = Client(request, Handoff(HandoffId(name), Order(order)))
-        self.facts.append((name, Start()))
+    def nodes(self, **options: str) -> None:
+        setup = Setup.parse(options)
+        self._now = 0.0
+        self._transfers = Transfers()
+        self._prefill, self._decode = setup.prefill(), setup.decode()
+        self._nodes = {
+            "P": TraceNode("P", self._prefill, setup.spill_blocks, self._lines),
+            "D": TraceNode("D", self._decode, setup.spill_blocks, self._lines),
+        }
+        self._blocks = trace_text.BlockNames()
+
+    def open(self, name: str, order: str = "destination_first", armed: str = "yes", **options: str) -> None:
+        request = trace_commands.request(name, options)
+        self._learn(request)
+        self._coordinators.open(request, Order(order), armed=armed == "yes")
 
     def cancel(self, name: str) -> None:
-        self.facts.append((name, Cancelled()))
+        self._coordinators.cancel(name)
 
-    def fail(self, node: str) -> None:
-        device = self.steppers[node].device
-        device.fail_at.add(device.steps)
+    def delay(self, name: str, nodes: str = "PD") -> None:
+        self._coordinators.delay(name, nodes)
+
+    def deliver(self, name: str) -> None:
+        self._coordinators.deliver(name)
+
+    def tell(self, node: str, kind: str, name: str, incarnation: str | None = None, **options: str) -> None:
+        command = trace_commands.command(kind, name, options)
+        try:
+            self._apply(node, command, " ", int(incarnation) if incarnation else None)
+        except (CommandRejected, StaleIncarnation, StepInFlight) as error:
+            self._lines.append(f"  {type(error).__name__}: {error}")
+
+    # Directives: steps
 
     def step(self, node: str) -> None:
-        stepper = self.steppers[node]
-        known = len(stepper.plans)
-        effects = stepper.step()
-        if effects is None:
-            self.lines.append(f"{node} has nothing to run")
-            return
-        self.lines.append(f"{node} {_plan(stepper.plans[known])}")
-        self._boundary(node, effects)
+        if not self._try_step(node):
+            self._lines.append(f"{node} has nothing to run")
 
-    def move(self, name: str) -> None:
-        held, reserved = self.moving.pop(name), self.reserved.pop(name)
-        missing = slice(reserved.cached_blocks, None)
-        devices = self.steppers["P"].device, self.steppers["D"].device
-        copy_blocks(devices[0], held.blocks[missing], devices[1], reserved.blocks[missing])
-        count = len(reserved.blocks) - reserved.cached_blocks
-        self.lines.append(f"{count} of {len(reserved.blocks)} blocks of {name} move")
-        wanted = self.decode.landed(HandoffId(name), 1, held.first_token)
-        if wanted:
-            self.facts.append((name, TransferLanded()))
-        self._boundary("D", self.decode.take_effects())
-        self.prefill.transfer_quiet(HandoffId(name), 1)
-        self._boundary("P", self.prefill.take_effects())
+    def launch(self, node: str) -> None:
+        self.boundary(node)
+        if not self._nodes[node].launch(self._requests):
+            self._lines.append(f"{node} has nothing to run")
+
+    def settle(self, node: str) -> None:
+        self._nodes[node].settle()
+
+    def boundary(self, node: str) -> None:
+        effects = self._nodes[node].boundary(self._now)
+        for output in effects.outputs:
+            self._require_right(output)
+        self._lines += trace_text.boundary(node, effects, self._blocks)
+        for event in effects.events:
+            self._note(event)
+
+    def fail(self, node: str) -> None:
+        device = self._nodes[node].device
+        device.fail_at.add(device.steps)
+
+    def fail_effect(self, node: str) -> None:
+        device = self._nodes[node].device
+        device.fail_effects.add(len(device.effects))
 
     def run(self) -> None:
-        busy = True
-        while busy:
-            busy = False
-            for name in list(self.moving):
-                self.move(name)
-                self._settle()
-                busy = True
-            for node in self.steppers:
-                scheduler = self.steppers[node].scheduler
-                if scheduler.batcher.running or scheduler.batcher.waiting:
-                    self.step(node)
-                    self._settle()
-                    busy = busy or not self.lines[-1].endswith("nothing to run")
+        self._coordinators.run()
+        while self._moved() or self._stepped():
+            pass
+
+    # Directives: transfers and time
+
+    def offer(self, name: str) -> bool:
+        """False if nothing is held."""
+        held = self._prefill.held(HandoffId(name), 1)
+        if held is None:
+            return False
+        self._prefill.transfer_started(HandoffId(name), 1)
+        self._transfers.offered[name] = held
+        self._lines.append(f"    P offers {name}")
+        return True
+
+    def move(self, name: str) -> None:
+        held, reserved = self._transfers.offered.pop(name), self._transfers.expected.pop(name, None)
+        if reserved is None:
+            self._lines.append(f"D refuses {name}: nothing is reserved")
+            self._end_transfer("P", name)
+            return
+        missing = slice(reserved.cached_blocks, None)
+        source, destination = (self._nodes[node].device for node in "PD")
+        copy_blocks(source, held.blocks[missing], destination, reserved.blocks[missing])
+        count = len(reserved.blocks) - reserved.cached_blocks
+        self._lines.append(f"{count} of {len(reserved.blocks)} blocks of {name} move")
+        self._between_steps("D", lambda: self._land(name, held.first_token))
+        self._end_transfer("P", name)
+
+    def lose(self, name: str) -> None:
+        self._lines.append(f"the transfer of {name} breaks")
+        del self._transfers.offered[name]
+        del self._transfers.expected[name]
+        self._end_transfer("D", name)
+        self._end_transfer("P", name)
+        self._coordinators.report("D", name, Failed("transfer: lost"))
+
+    def wait(self, seconds: str) -> None:
+        self._now += float(seconds)
+        for name, node in self._nodes.items():
+            if not node.in_step:
+                self.boundary(name)
+
+    def renew(self, name: str) -> None:
+        for node in self._nodes.values():
+            renewed = node.scheduler.renew(HandoffId(name), 1)
+            self._lines.append(f"{node.name} {'renews the' if renewed else 'has no'} lease of {name}")
+
+    # Directives: what it looks like
 
     def show(self) -> None:
-        for node, stepper in self.steppers.items():
-            o = stepper.scheduler.occupancy()
-            counts = {"held": o.held, "reserved": o.reserved, "draining": o.draining, "active": o.active}
-            parts = [f"{name} {count}" for name, count in counts.items() if count]
-            self.lines.append(f"{node} " + ", ".join([*parts, f"cached {o.cached}", f"free {o.free} of {o.total}"]))
+        self._lines += [trace_text.blocks(name, node.scheduler.metrics()) for name, node in self._nodes.items()]
 
-    def _settle(self) -> None:
-        """Feed the coordinators until they wait for a node."""
-        while self.facts:
-            name, fact = self.facts.popleft()
-            self._feed(name, fact)
+    def inventory(self) -> None:
+        for name, node in self._nodes.items():
+            inventory = node.scheduler.inventory()
+            self._lines += [trace_text.holding(name, holding) for holding in inventory.holdings]
+            self._lines += [f"{name} local {request_id}" for request_id in inventory.local]
 
-    def _feed(self, name: str, event: Event) -> None:
-        client = self.clients[name]
-        before = client.handoff.phase
-        client.handoff, actions = advance(client.handoff, event)
-        after = client.handoff
-        if after.phase is not before:
-            ending = f" ({after.completion.value})" if after.completion else ""
-            reason = f": {after.reason}" if after.reason else ""
-            self.lines.append(f"  {name} {before.value} -> {after.phase.value}{ending}{reason}")
-        for acknowledged in [self._perform(name, action) for action in actions]:
-            self._feed(name, acknowledged)
+    def story(self, node: str, name: str) -> None:
+        self._lines += [f"  {line}" for line in self._nodes[node].scheduler.story(RequestId(name))]
 
-    def _perform(self, name: str, action: Action) -> Acknowledged:
-        if action.kind is ActionKind.START_TRANSFER:
-            self._offer(name)
-            return Acknowledged(action.action_id, Outcome.SCHEDULED)
-        node, command = self._command(name, action.kind)
-        outcome, reason = self._apply(name, node, command)
-        self.lines.append(f"    {node} {type(command).__name__} {name}: {outcome.value}")
-        if isinstance(command, CancelDestination) and name in self.reserved and name not in self.moving:
-            del self.reserved[name]
-            self.decode.transfer_quiet(HandoffId(name), 1)
-            self._boundary("D", self.decode.take_effects())
-        return Acknowledged(action.action_id, outcome, reason)
+    # Steps and what becomes visible
 
-    def _offer(self, name: str) -> None:
-        held = self.prefill.held(HandoffId(name), 1)
-        assert held is not None
-        self.prefill.transfer_started(HandoffId(name), 1)
-        self.moving[name] = held
-        self.lines.append(f"    P offers {name}")
+    def _try_step(self, name: str) -> bool:
+        node = self._nodes[name]
+        self.boundary(name)
+        self._coordinators.run()
+        if not node.launch(self._requests):
+            return False
+        node.settle()
+        self.boundary(name)
+        self._coordinators.run()
+        return True
 
-    def _command(self, name: str, kind: ActionKind) -> tuple[str, Command]:
-        request, handoff_id = self.clients[name].request, HandoffId(name)
-        if kind is ActionKind.SUBMIT_PREFILL:
-            return "P", SubmitHandoffPrefill(handoff_id, request)
-        if kind is ActionKind.RESERVE_DESTINATION:
-            return "D", ReserveDestination(handoff_id, request)
-        return ("P" if "source" in kind.value else "D"), COMMANDS[kind](handoff_id)
+    def _moved(self) -> bool:
+        names = list(self._transfers.offered)
+        for name in names:
+            self.move(name)
+            self._coordinators.run()
+        return bool(names)
 
-    def _apply(self, name: str, node: str, command: Command) -> tuple[Outcome, str]:
-        try:
-            effects = self.steppers[node].scheduler.apply(command)
-        except CommandRejected as error:
-            return Outcome.FAILED, str(error)
-        self._boundary(node, BoundaryEffects((), effects.events, effects.retired))
-        match effects.result:
-            case Submitted():
-                return Outcome.SUBMITTED, ""
-            case DestinationAccepted():
-                return Outcome.ACCEPTED, ""
-            case Applied():
-                return Outcome.APPLIED, ""
-            case _:
-                return Outcome.NOOP, ""
+    def _stepped(self) -> bool:
+        stepped = [self._try_step(name) for name in self._nodes]
+        return any(stepped)
 
-    def _boundary(self, node: str, effects: BoundaryEffects) -> None:
-        for output in effects.outputs:
-            ending = f" {output.finish.value}" if output.finish else ""
-            self.lines.append(f"  {output.request_id}[{output.index}] = {output.token}{ending}")
-        for event in effects.events:
-            self.lines.append(f"  {node} {_event(event)}")
-            self._note(event)
-        if effects.retired:
-            self.lines.append(f"  {node} retires {', '.join(effects.retired)}")
+    def _learn(self, request: Request, *, goes_on: bool = False) -> None:
+        """goes_on: it may have outputs already."""
+        name = request.request_id
+        if not goes_on or name not in self._outputs:
+            self._outputs[name] = []
+        self._requests[name] = request
+        self._blocks.learn(request, BLOCK_SIZE)
+
+    def _require_right(self, output: Output) -> None:
+        """Once, in order, and the only right token; a failed step brings none."""
+        name = output.request_id
+        request, before = self._requests[name], self._outputs[name]
+        assert output.index == len(before), f"{name}[{output.index}] comes after {len(before)} outputs"
+        if output.finish is FinishReason.ERROR:
+            return
+        assert output.token is not None
+        before.append(output.token)
+        assert before == expected_output(request.prompt, len(before)), f"{name}: {before}"
 
     def _note(self, event: LifecycleEvent) -> None:
-        name = str(event.handoff_id)
+        """What the node and its transport do about an event, and what the coordinator is told."""
+        name, report = str(event.handoff_id), self._coordinators.report
         match event:
             case SourceHeld():
-                if self.clients[name].handoff.order is Order.DESTINATION_FIRST:
-                    self._offer(name)
-                self.facts.append((name, SourceIsHeld()))
+                client = self._coordinators.get(name)
+                if client is not None and client.handoff.order is Order.DESTINATION_FIRST:
+                    self.offer(name)
+                report("P", name, SourceIsHeld())
             case SourceFinished(finish=FinishReason.ERROR):
-                self.facts.append((name, Failed("the prefill step failed")))
+                report("P", name, Failed("the prefill step failed"))
             case SourceFinished():
-                self.facts.append((name, SourceHasFinished()))
+                report("P", name, SourceHasFinished())
             case DestinationReserved():
-                reserved = self.decode.reserved(event.handoff_id, 1)
-                assert reserved is not None
-                self.decode.transfer_started(event.handoff_id, 1)
-                self.reserved[name] = reserved
-                self.facts.append((name, DestinationIsReserved()))
-            case DestinationFinished():
-                pass
+                self._expect(name)
+                report("D", name, DestinationIsReserved())
+            case LeaseExpired(side=Side.SOURCE):
+                report("P", name, Failed("the lease of the source has expired"))
+            case LeaseExpired():
+                self._withdraw(name)
+                report("D", name, Failed("the lease of the destination has expired"))
 
+    # Transfers
 
-def _plan(plan: StepPlan) -> str:
-    rows = [
-        f"{row.request_id}[{row.start}..{row.start + len(row.tokens) - 1}]{'' if row.draw else ' no draw'}"
-        for row in plan.rows
-    ]
-    return f"{type(plan).__name__.lower()} {', '.join(rows)}"
+    def _expect(self, name: str) -> None:
+        reserved = self._decode.reserved(HandoffId(name), 1)
+        assert reserved is not None
+        self._decode.transfer_started(HandoffId(name), 1)
+        self._transfers.expected[name] = reserved
 
+    def _withdraw(self, name: str) -> None:
+        """The destination doesn't want the bytes any more; those that are offered come all the same."""
+        if name not in self._transfers.offered and self._transfers.expected.pop(name, None) is not None:
+            self._end_transfer("D", name)
 
-def _event(event: LifecycleEvent) -> str:
-    match event:
-        case SourceHeld():
-            return f"holds {event.handoff_id}: {event.prompt_tokens} tokens, {event.cached_tokens} cached"
-        case SourceFinished():
-            return f"finished {event.handoff_id}: {event.finish.value}"
-        case DestinationReserved():
-            return f"reserves {event.handoff_id}: {event.missing_blocks} of {event.prompt_blocks} blocks missing"
-        case DestinationFinished():
-            return f"finished {event.handoff_id}: {event.finish.value}"
+    def _land(self, name: str, first_token: int) -> None:
+        if self._decode.landed(HandoffId(name), 1, first_token):
+            self._coordinators.report("D", name, TransferLanded())
+        else:
+            self._lines.append(f"  D has no use for {name}")
+
+    def _end_transfer(self, node: str, name: str) -> None:
+        """One side's memory is quiet, without success at the destination."""
+        scheduler = self._prefill if node == "P" else self._decode
+        self._between_steps(node, lambda: scheduler.transfer_quiet(HandoffId(name), 1))
+
+    def _between_steps(self, node: str, work: Callable[[], None]) -> None:
+        """Now, with the boundary that shows what it brings; or when the running step is settled."""
+        if self._nodes[node].in_step:
+            self._nodes[node].when_settled(work)
+        else:
+            work()
+            self.boundary(node)
+
+    # Commands
+
+    def _perform(self, client: Client, action: Action) -> None:
+        """What a coordinator wants."""
+        handoff_id = client.handoff.handoff_id
+        if action.kind is ActionKind.START_TRANSFER:
+            outcome = Outcome.SCHEDULED if self.offer(handoff_id) else Outcome.NOOP
+            self._coordinators.acknowledge(client, action, outcome)
+            return
+        node, command = trace_commands.of_action(action.kind, handoff_id, client.request, client.armed)
+        title = f"    {node} {type(command).__name__} {handoff_id}:"
+
+        def apply() -> None:
+            try:
+                outcome, reason = Outcome(self._apply(node, command, title)), ""
+            except CommandRejected as error:
+                outcome, reason = Outcome.FAILED, str(error)
+                self._lines.append(f"{title} failed")
+            self._coordinators.acknowledge(client, action, outcome, reason)
+
+        try:
+            apply()
+        except StepInFlight:
+            self._lines.append(f"{title} waits for the boundary")
+            self._nodes[node].when_settled(apply)
+
+    def _apply(self, node: str, command: Command, title: str, incarnation: int | None = None) -> str:
+        """Perform a command and show what it caused; its result, as a coordinator calls it."""
+        effects = self._nodes[node].apply(command, incarnation)
+        if isinstance(command, Submit | SubmitHandoffPrefill | ReserveDestination):
+            self._learn(command.request, goes_on=isinstance(command, ReserveDestination))
+        suppressed = ", and its output that was ready is dropped" if effects.suppressed_pending_output else ""
+        self._lines.append(f"{title} {trace_text.result(effects)}{suppressed}")
+        visible = BoundaryEffects((), (), effects.events, effects.retired)
+        self._lines += trace_text.boundary(node, visible, self._blocks)
+        for event in effects.events:
+            self._note(event)
+        if isinstance(command, CancelDestination):
+            self._withdraw(command.handoff_id)
+        return trace_text.result(effects)

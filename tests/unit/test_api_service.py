@@ -21,7 +21,10 @@ STATUS = {
             "node": "p0",
             "role": "prefill",
             "blocks": {"total": 10, "free": 7, "cached": 2, "held": 1},
-            "requests": {"waiting": 1, "running": 2},
+            "requests": {"waiting": 1, "running": 2, "preempted": 1},
+            "work": {"queued_prefills": {"count": 1, "sum": 300, "variance": 2.5}},
+            "kv_usage": 0.25,
+            "prefix_blocks": 6,
         },
         {"node": "d0", "role": "decode", "blocks": {"total": 20, "free": 20}},
     ],
@@ -94,6 +97,37 @@ async def test_the_version_is_a_string(client: httpx.AsyncClient) -> None:
     assert isinstance((await client.get("/version")).json()["version"], str)
 
 
+LINES = [
+    {"node": "d0", "at": 1.5, "step": 0, "tokens": 3, "what": "accepted"},
+    {"node": "p0", "at": 2.25, "step": 7, "tokens": 3, "what": "submitted"},
+]
+
+
+@pytest.mark.parametrize("name", ["abc", "cmpl-abc", "chatcmpl-abc"])
+async def test_a_story_is_found_by_the_requests_or_the_answers_id(
+    client: httpx.AsyncClient, gateway: ScriptedGateway, name: str
+) -> None:
+    gateway.stories["abc"] = LINES
+    response = await client.get(f"/cluster/story/{name}")
+    assert response.json() == {"request_id": "abc", "lines": LINES, "silent": []}
+
+
+async def test_a_request_that_nobody_knows_is_404(client: httpx.AsyncClient, gateway: ScriptedGateway) -> None:
+    response = await client.get("/cluster/story/cmpl-nope%2F..")
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (404, "request_not_found")
+    assert error["message"].startswith("No node knows the request 'nope/..'")
+    gateway.silent.append({"node": "d0", "reason": "it was lost"})
+    response = await client.get("/cluster/story/nope")
+    assert response.json()["error"]["message"].endswith("d0 does not answer (it was lost).")
+
+
+async def test_no_story_comes_from_a_cluster_that_fails(client: httpx.AsyncClient, gateway: ScriptedGateway) -> None:
+    gateway.status_error = RuntimeError("no coordinator")
+    response = await client.get("/cluster/story/abc")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "no_story")
+
+
 async def test_metrics_count_requests_and_tokens(client: httpx.AsyncClient, gateway: ScriptedGateway) -> None:
     await client.post("/v1/completions", json={"prompt": [1, 2, 3], "max_tokens": 4})
     await client.post("/v1/completions", json={"prompt": ""})
@@ -128,6 +162,11 @@ async def test_metrics_show_the_cluster(client: httpx.AsyncClient) -> None:
     assert found["prelay_blocks", of_node("p0", "prefill", "held")] == 1
     assert found["prelay_blocks", of_node("d0", "decode", "free")] == 20
     assert found["prelay_requests", of_node("p0", "prefill", "running")] == 2
+    assert found["prelay_requests", of_node("p0", "prefill", "preempted")] == 1
+    p0 = ("node", "p0"), ("role", "prefill")
+    assert (found["prelay_kv_usage", p0], found["prelay_prefix_blocks", p0]) == (0.25, 6)
+    queued = ("kind", "queued_prefills"), *p0
+    assert [found[f"prelay_work_{name}", queued] for name in ("requests", "tokens", "tokens_variance")] == [1, 300, 2.5]
     assert found["prelay_handoffs_total", (("outcome", "completed"),)] == 30
     assert found["prelay_handoffs_active", ()] == 2
     assert found["prelay_bytes_sent_total", ()] == 99
@@ -153,6 +192,8 @@ async def test_metrics_outlive_the_cluster(client: httpx.AsyncClient, gateway: S
         {"nodes": None, "handoffs": None, "counters": None},
         {"nodes": ["x", {}, {"node": "a", "blocks": 5}], "handoffs": [], "counters": 3},
         {"nodes": [{"node": "a", "blocks": {"free": "many"}}, {"node": "a", "blocks": {"free": 1}}]},
+        {"nodes": [{"node": "a", "work": {"decodes": 5, "prefills": {"count": "no"}}, "kv_usage": "half"}] * 2},
+        {"nodes": [{"work": [1]}], "counters": {"work_tokens": 1, "kv_usage": 2}},
         {"counters": {"": 1, "x": 1, "x_total": 2, "up": 1, "X Y": 1, "X-Y": 2}},
     ],
 )

@@ -43,7 +43,7 @@ def test_released_blocks_are_free_unless_published() -> None:
     blocks = take(pool, 2)
     pool.publish(blocks[0], b"a")
     pool.release(blocks)
-    assert (pool.free, pool.cached, pool.used) == (2, 1, 0)
+    assert (pool.free, pool.cached, pool.used, pool.available) == (2, 1, 0, 3)
     assert pool.match([b"a"]) == [blocks[0]]
 
 
@@ -103,30 +103,111 @@ def test_a_used_block_is_never_evicted() -> None:
 def test_content_that_is_known_keeps_its_first_block() -> None:
     pool = BlockPool(2)
     first, second = take(pool, 2)
-    pool.publish(first, b"same")
-    pool.publish(second, b"same")
-    pool.publish(first, b"other")
+    assert pool.publish(first, b"same")
+    assert not pool.publish(second, b"same")
+    assert not pool.publish(first, b"other")
     pool.release([first, second])
     assert pool.match([b"same"]) == [first]
     assert pool.match([b"other"]) == []
     assert (pool.cached, pool.free) == (1, 1)
 
 
+def test_find_and_match_take_no_reference() -> None:
+    pool = BlockPool(1)
+    (block,) = cached_chain(pool, 1)
+    assert pool.find(b"\x01") == block
+    assert pool.find(b"\x02") is None
+    assert pool.match(names(1)) == [block]
+    assert pool.is_idle(block)
+    assert take(pool, 1) == [block]
+
+
+def test_published_counts_what_can_be_found_used_or_not() -> None:
+    pool = BlockPool(4)
+    cached_chain(pool, 1, 2)
+    (used,) = take(pool, 1)
+    pool.publish(used, b"used")
+    assert (pool.published, pool.cached, pool.used, pool.free, pool.available) == (3, 2, 1, 1, 3)
+    assert pool.name_of(used) == b"used"
+
+
+def test_a_block_that_is_taken_over_loses_its_name_and_can_be_published_anew() -> None:
+    pool = BlockPool(2)
+    (block,) = cached_chain(pool, 1)
+    pool.take_over(block)
+    assert (pool.find(b"\x01"), pool.published, pool.used, pool.cached) == (None, 0, 1, 0)
+    pool.check([[block]])
+    assert pool.publish(block, b"longer")
+    pool.release([block])
+    assert pool.find(b"longer") == block
+
+
+def test_the_generation_grows_with_each_block_that_becomes_available_and_else_never() -> None:
+    pool = BlockPool(4)
+    blocks = take(pool, 3)
+    pool.publish(blocks[0], b"a")
+    pool.acquire(blocks[:1])
+    assert pool.allocate(2) is None
+    assert pool.generation == 0
+    pool.release(blocks[:1])
+    assert pool.generation == 0
+    pool.release(blocks[:1])
+    assert pool.generation == 1
+    pool.release(blocks[1:])
+    assert pool.generation == 3
+    pool.take_over(blocks[0])
+    take(pool, 3)
+    assert pool.generation == 3
+
+
+def test_withdrawn_names_are_reported_once_and_in_order() -> None:
+    pool = BlockPool(3, report_removed=True)
+    chain = cached_chain(pool, 1, 2, 3)
+    take(pool, 1)
+    pool.take_over(chain[0])
+    assert pool.take_removed() == names(3, 1)
+    assert pool.take_removed() == []
+    take(pool, 1)
+    assert pool.take_removed() == names(2)
+
+
+def test_nobody_listens_unless_asked() -> None:
+    pool = BlockPool(1)
+    cached_chain(pool, 1)
+    take(pool, 1)
+    assert pool.take_removed() == []
+
+
 def test_misuse_is_a_broken_invariant() -> None:
     pool = BlockPool(2)
-    with pytest.raises(InvariantBroken, match="is free"):
+    with pytest.raises(InvariantBroken, match="block 0 is free"):
         pool.acquire([BlockId(0)])
-    with pytest.raises(InvariantBroken, match="no owner"):
+    with pytest.raises(InvariantBroken, match="published by no owner"):
         pool.publish(BlockId(0), b"a")
-    with pytest.raises(InvariantBroken, match="more often"):
+    with pytest.raises(InvariantBroken, match="released more often than taken"):
         pool.release([BlockId(0)])
+    with pytest.raises(InvariantBroken, match="block 0 is not cached"):
+        pool.take_over(BlockId(0))
+    take(pool, 1)
+    with pytest.raises(InvariantBroken, match="somebody else may read it"):
+        pool.take_over(BlockId(0))
 
 
 def test_check_sees_a_leak_and_a_foreign_owner() -> None:
     pool = BlockPool(4)
     blocks = take(pool, 2)
     pool.check([blocks])
-    with pytest.raises(InvariantBroken, match="ownership"):
+    with pytest.raises(InvariantBroken, match=r"ownership at blocks \[0, 1\]"):
         pool.check([])
-    with pytest.raises(InvariantBroken, match="ownership"):
+    with pytest.raises(InvariantBroken, match=r"ownership at blocks \[0\]"):
         pool.check([blocks, blocks[:1]])
+
+
+def test_check_wants_each_block_of_a_shared_one_owner_each() -> None:
+    pool = BlockPool(2)
+    (block,) = cached_chain(pool, 1)
+    pool.acquire([block])
+    pool.acquire([block])
+    pool.check([[block], [block]])
+    with pytest.raises(InvariantBroken, match=r"ownership at blocks \[0\]"):
+        pool.check([[block]])

@@ -1,8 +1,11 @@
+"""The destination side: reservation, landing, activation, and how they end."""
+
 from collections.abc import Iterable
 
 import pytest
+from handoff_drive import DestinationNode, phase_of, refuse, reserved_in, wind_down
 from kv_machine import expected_output
-from scheduler_drive import Stepper, copy_blocks, decode_scheduler, handoff, prefill_scheduler, request
+from scheduler_drive import handoff, request
 
 from scheduler.batching import BatchLimits
 from scheduler.commands import (
@@ -11,370 +14,273 @@ from scheduler.commands import (
     CancelDestination,
     CancelRequest,
     DestinationAccepted,
-    DestinationFinished,
-    DestinationReserved,
-    LifecycleEvent,
     Noop,
     ReserveDestination,
     Submit,
-    SubmitHandoffPrefill,
 )
-from scheduler.decode_scheduler import DecodeScheduler
-from scheduler.errors import CommandRejected
-from scheduler.ids import HandoffId, RequestId
-from scheduler.request import FinishReason, Request
+from scheduler.decode_scheduler import ReservedKv
+from scheduler.events import DestinationFinished, DestinationReserved, Output
+from scheduler.ids import RequestId
+from scheduler.request import FinishReason
 
 H = handoff("h")
 PROMPT = range(10)
 
 
-def land(stepper: Stepper, handoff_id: HandoffId, prompt: Iterable[int]) -> bool:
-    """What a transfer does: the KV of the prompt, computed elsewhere, comes into the reserved blocks."""
-    scheduler = stepper.scheduler
-    assert isinstance(scheduler, DecodeScheduler)
-    reserved = scheduler.reserved(handoff_id, 1)
-    assert reserved is not None
-    source, first_token = computed_elsewhere(tuple(prompt))
-    blocks = source.scheduler.kv.blocks_for(reserved.prompt_tokens)
-    missing = range(reserved.cached_blocks, blocks)
-    copy_blocks(source.device, missing, stepper.device, reserved.blocks[reserved.cached_blocks :])
-    return scheduler.landed(handoff_id, 1, first_token)
-
-
-def computed_elsewhere(prompt: tuple[int, ...]) -> tuple[Stepper, int]:
-    """A prefill node that holds `prompt` in its blocks 0, 1, ..., and the first token."""
-    source = Stepper(prefill_scheduler(64))
-    source.scheduler.apply(SubmitHandoffPrefill(H, request("source", prompt)))
-    source.run()
-    return source, source.tokens["source"][0]
-
-
-def serve(stepper: Stepper, name: str, prompt: Iterable[int], max_tokens: int = 4) -> None:
-    """Reserve, land and activate one request."""
-    prompt = tuple(prompt)
-    stepper.scheduler.apply(ReserveDestination(handoff(name), request(name, prompt, max_tokens)))
-    assert land(stepper, handoff(name), prompt)
-    assert stepper.scheduler.apply(ActivateDestination(handoff(name))).result == Applied()
+def reserved(node: DestinationNode, name: str = "h") -> ReservedKv:
+    found = node.scheduler.reserved(handoff(name), 1)
+    assert found is not None
+    return found
 
 
 def test_a_reservation_takes_the_prompt_and_one_token() -> None:
-    scheduler = decode_scheduler()
+    scheduler = DestinationNode().scheduler
     effects = scheduler.apply(ReserveDestination(H, request("a", range(12), max_tokens=2)))
     assert effects.result == DestinationAccepted(RequestId("a"))
     assert effects.events == (DestinationReserved(H, 1, RequestId("a"), prompt_blocks=3, missing_blocks=3),)
-    assert scheduler.occupancy().reserved == 4
-    reserved = scheduler.reserved(H, 1)
-    assert reserved is not None
-    assert (len(reserved.blocks), reserved.cached_blocks) == (3, 0)
+    assert scheduler.metrics().reserved == 4
+    found = scheduler.reserved(H, 1)
+    assert found is not None
+    assert (found.request_id, found.prompt_tokens, len(found.blocks), found.cached_blocks) == ("a", 12, 3, 0)
 
 
 @pytest.mark.parametrize("max_tokens", [2, 40])
 def test_a_reservation_takes_no_headroom_for_the_output(max_tokens: int) -> None:
-    scheduler = decode_scheduler()
-    scheduler.apply(ReserveDestination(H, request("a", range(10), max_tokens)))
-    assert scheduler.occupancy().reserved == 3
+    node = DestinationNode()
+    node.reserve("h", PROMPT, max_tokens)
+    assert node.scheduler.metrics().reserved == 3
 
 
 def test_one_token_needs_no_room_after_the_prompt() -> None:
-    scheduler = decode_scheduler(blocks=3)
-    assert scheduler.apply(ReserveDestination(H, request("a", range(12), max_tokens=1))).events
+    node = DestinationNode(blocks=3)
+    assert node.reserve("h", range(12), max_tokens=1) == [H]
+
+
+def test_a_request_of_one_token_never_runs_here() -> None:
+    """It ends at its source; what lands for it is not wanted, and its reservation waits to be cancelled."""
+    node = DestinationNode()
+    node.reserve("h", PROMPT, max_tokens=1)
+    node.scheduler.transfer_started(H, 1)
+    assert not node.land("h", PROMPT)
+    assert phase_of(node.scheduler, "h") == "reserved"
+    assert node.scheduler.apply(ActivateDestination(H)).result == Noop()
+    assert node.scheduler.apply(CancelDestination(H)).retired == ("h",)
 
 
 def test_an_activated_destination_goes_on_from_the_second_token() -> None:
-    stepper = Stepper(decode_scheduler())
-    serve(stepper, "h", PROMPT)
-    boundaries = stepper.run()
-    assert stepper.tokens["h"] == expected_output(PROMPT, 4)[1:]
-    assert [b.outputs[0].index for b in boundaries] == [1, 2, 3]
-    assert all(b.outputs[0].cached_tokens is None for b in boundaries)
+    node = DestinationNode()
+    node.serve("h", PROMPT)
+    boundaries = node.run()
+    tokens = expected_output(PROMPT, 4)
+    outputs = [output for boundary in boundaries for output in boundary.outputs]
+    assert outputs == [
+        Output(RequestId("h"), 1, tokens[1]),
+        Output(RequestId("h"), 2, tokens[2]),
+        Output(RequestId("h"), 3, tokens[3], FinishReason.LENGTH),
+    ]
     assert boundaries[-1].events == (DestinationFinished(H, 1, RequestId("h"), FinishReason.LENGTH),)
     assert boundaries[-1].retired == ("h",)
-    assert stepper.scheduler.is_drained
+    assert node.scheduler.is_drained
+
+
+def test_a_stop_token_finishes_a_destination() -> None:
+    tokens = expected_output(PROMPT, 3)
+    node = DestinationNode()
+    node.serve("h", PROMPT, 9, stop_token_ids=frozenset({tokens[2]}))
+    last = node.run()[-1]
+    assert last.events == (DestinationFinished(H, 1, RequestId("h"), FinishReason.STOP),)
+    assert node.tokens["h"] == tokens[1:]
 
 
 def test_no_prompt_token_is_computed_by_the_destination() -> None:
-    stepper = Stepper(decode_scheduler())
-    serve(stepper, "h", PROMPT)
-    stepper.run()
-    assert stepper.device.computed["h"] == 3
-
-
-def test_activation_changes_no_occupancy_but_the_name_of_it() -> None:
-    stepper = Stepper(decode_scheduler())
-    stepper.scheduler.apply(ReserveDestination(H, request("a", PROMPT)))
-    land(stepper, H, PROMPT)
-    before = stepper.scheduler.occupancy()
-    stepper.scheduler.apply(ActivateDestination(H))
-    after = stepper.scheduler.occupancy()
-    assert (before.reserved, before.active) == (after.active, after.reserved) == (3, 0)
-    assert before.free == after.free
+    node = DestinationNode()
+    node.serve("h", PROMPT)
+    node.run()
+    assert node.device.computed["h"] == 3
+    assert node.plans == [f"decode h[{position}..{position}]" for position in (10, 11, 12)]
 
 
 def test_blocks_are_findable_from_activation_on_and_not_before() -> None:
-    stepper = Stepper(scheduler := decode_scheduler())
-    scheduler.apply(ReserveDestination(H, request("a", PROMPT)))
-    land(stepper, H, PROMPT)
-    scheduler.apply(ReserveDestination(handoff("before"), request("before", PROMPT)))
-    scheduler.apply(ActivateDestination(H))
-    scheduler.apply(ReserveDestination(handoff("after"), request("after", PROMPT)))
-    cached = [scheduler.reserved(handoff(name), 1) for name in ("before", "after")]
-    assert [c.cached_blocks for c in cached if c is not None] == [0, 2]
+    node = DestinationNode()
+    node.reserve("h", PROMPT)
+    node.land("h", PROMPT)
+    node.reserve("before", PROMPT)
+    node.scheduler.apply(ActivateDestination(H))
+    node.reserve("after", PROMPT)
+    assert [reserved(node, name).cached_blocks for name in ("before", "after")] == [0, 2]
 
 
 def test_a_cached_prompt_needs_no_bytes() -> None:
-    stepper = Stepper(scheduler := decode_scheduler())
-    serve(stepper, "first", range(12))
-    stepper.run()
-    effects = scheduler.apply(ReserveDestination(H, request("h", range(12))))
+    node = DestinationNode()
+    node.serve("first", range(12))
+    node.run()
+    effects = node.scheduler.apply(ReserveDestination(H, request("h", range(12))))
     assert effects.events == (DestinationReserved(H, 1, RequestId("h"), prompt_blocks=3, missing_blocks=0),)
-    assert land(stepper, H, range(12))
-    scheduler.apply(ActivateDestination(H))
-    stepper.run()
-    assert stepper.tokens["h"] == expected_output(range(12), 4)[1:]
-    assert scheduler.cached_tokens_total == 12
+    assert node.land("h", range(12))
+    node.scheduler.apply(ActivateDestination(H))
+    node.run()
+    assert node.tokens["h"] == expected_output(range(12), 4)[1:]
+    assert (node.scheduler.counters.prompt_tokens, node.scheduler.counters.cached_tokens) == (24, 12)
 
 
 def test_pinned_hits_are_not_evicted_by_the_rest_of_the_reservation() -> None:
-    stepper = Stepper(scheduler := decode_scheduler(blocks=5))
-    serve(stepper, "first", range(12), max_tokens=2)
-    stepper.run()
+    node = DestinationNode(blocks=5)
+    node.serve("first", range(12), max_tokens=2)
+    node.run()
     prompt = [*range(12), 50, 51, 52, 53]
-    scheduler.apply(ReserveDestination(H, request("h", prompt, max_tokens=4)))
-    assert land(stepper, H, prompt)
-    scheduler.apply(ActivateDestination(H))
-    stepper.run()
-    assert stepper.tokens["h"] == expected_output(prompt, 4)[1:]
+    node.serve("h", prompt)
+    assert node.scheduler.counters.cached_tokens == 12
+    node.run()
+    assert node.tokens["h"] == expected_output(prompt, 4)[1:]
 
 
 def test_activate_is_a_noop_until_the_bytes_have_landed_and_after() -> None:
-    stepper = Stepper(scheduler := decode_scheduler())
+    node = DestinationNode()
+    scheduler = node.scheduler
     assert scheduler.apply(ActivateDestination(H)).result == Noop()
-    scheduler.apply(ReserveDestination(H, request("a", PROMPT)))
+    node.reserve("h", PROMPT)
     assert scheduler.apply(ActivateDestination(H)).result == Noop()
-    land(stepper, H, PROMPT)
+    node.land("h", PROMPT)
     assert scheduler.apply(ActivateDestination(H, attempt=2)).result == Noop()
     assert scheduler.apply(ActivateDestination(H)).result == Applied()
     assert scheduler.apply(ActivateDestination(H)).result == Noop()
 
 
-def armed(prompt: Iterable[int], max_tokens: int) -> Stepper:
-    stepper = Stepper(decode_scheduler())
-    reserve = ReserveDestination(H, request("a", prompt, max_tokens), activate_when_landed=True)
-    stepper.scheduler.apply(reserve)
-    assert land(stepper, H, prompt)
-    return stepper
+def test_bytes_land_once() -> None:
+    node = DestinationNode()
+    node.reserve("h", PROMPT)
+    assert node.land("h", PROMPT)
+    assert not node.scheduler.landed(H, 1, first_token=5)
+    node.scheduler.apply(ActivateDestination(H))
+    assert not node.scheduler.landed(H, 1, first_token=5)
+    node.run()
+    assert node.tokens["h"] == expected_output(PROMPT, 4)[1:]
+
+
+def armed(max_tokens: int) -> DestinationNode:
+    """A destination that has landed and was told beforehand to run then."""
+    node = DestinationNode()
+    node.reserve("h", PROMPT, max_tokens, armed=True)
+    assert node.land("h", PROMPT)
+    return node
 
 
 def test_an_armed_destination_runs_as_soon_as_it_has_landed() -> None:
-    stepper = armed(PROMPT, 4)
-    assert stepper.scheduler.occupancy().waiting_requests == 1
-    stepper.run()
-    assert stepper.tokens["a"] == expected_output(tuple(PROMPT), 4)[1:]
+    node = armed(4)
+    assert node.scheduler.metrics().waiting == 1
+    assert phase_of(node.scheduler, "h") == "active"
+    node.run()
+    assert node.tokens["h"] == expected_output(PROMPT, 4)[1:]
 
 
 def test_the_activation_that_follows_an_armed_one_is_acknowledged_once() -> None:
-    scheduler = armed(PROMPT, 4).scheduler
+    scheduler = armed(4).scheduler
     assert scheduler.apply(ActivateDestination(H)).result == Applied()
     assert scheduler.apply(ActivateDestination(H)).result == Noop()
 
 
 def test_an_armed_request_that_has_ended_is_still_acknowledged() -> None:
-    stepper = armed(PROMPT, 2)
-    stepper.run()
-    assert stepper.scheduler.is_drained
-    assert stepper.scheduler.apply(ActivateDestination(H)).result == Applied()
-    assert stepper.scheduler.apply(ActivateDestination(H)).result == Noop()
+    node = armed(2)
+    node.run()
+    assert node.scheduler.is_drained
+    assert node.scheduler.apply(ActivateDestination(H)).result == Applied()
+    assert node.scheduler.apply(ActivateDestination(H)).result == Noop()
 
 
 def test_an_armed_destination_can_be_cancelled_before_its_activation_is_acknowledged() -> None:
-    scheduler = armed(PROMPT, 4).scheduler
+    scheduler = armed(4).scheduler
     assert scheduler.apply(CancelDestination(H)).result == Applied()
     assert scheduler.apply(ActivateDestination(H)).result == Noop()
     assert scheduler.is_drained
 
 
 def test_an_old_acknowledgement_is_not_for_a_new_reservation() -> None:
-    stepper = armed(PROMPT, 2)
-    stepper.run()
-    stepper.scheduler.apply(ReserveDestination(H, request("b", PROMPT, 2)))
-    assert stepper.scheduler.apply(ActivateDestination(H)).result == Noop()
+    node = armed(2)
+    node.run()
+    node.reserve("h", PROMPT, 2)
+    assert node.scheduler.apply(ActivateDestination(H)).result == Noop()
+    assert phase_of(node.scheduler, "h") == "reserved"
 
 
-def test_activate_after_cancel_is_a_noop() -> None:
-    stepper = Stepper(scheduler := decode_scheduler())
-    scheduler.apply(ReserveDestination(H, request("a", PROMPT)))
-    land(stepper, H, PROMPT)
-    scheduler.apply(CancelDestination(H))
-    assert scheduler.apply(ActivateDestination(H)).result == Noop()
-
-
-def full(max_tokens: int = 30, **options: int) -> Stepper:
-    """A pool of 10 blocks whose one running request has 10 of them committed."""
-    stepper = Stepper(decode_scheduler(blocks=10, **options))
-    serve(stepper, "first", PROMPT, max_tokens)
-    return stepper
-
-
-def reserve(stepper: Stepper, *names: str) -> list[HandoffId]:
-    """The handoffs that became reserved."""
-    events: list[LifecycleEvent] = []
-    for name in names:
-        events += stepper.scheduler.apply(ReserveDestination(handoff(name), request(name, PROMPT))).events
-    return [event.handoff_id for event in events]
-
-
-def test_an_accepted_destination_waits_for_blocks_in_fifo_order() -> None:
-    stepper = full()
-    assert reserve(stepper, "x", "y") == []
-    assert stepper.scheduler.occupancy().waiting_requests == 3
-    events = [event for boundary in stepper.run() for event in boundary.events]
-    assert [event.handoff_id for event in events] == ["first", "x", "y"]
-
-
-def test_a_small_one_does_not_overtake_the_blocked_head() -> None:
-    stepper = full(max_tokens=20)
-    assert reserve(stepper, "large") == []
-    assert stepper.scheduler.apply(ReserveDestination(handoff("small"), request("small", [1], 2))).events == ()
-
-
-def test_cancelling_the_blocked_head_retries_the_next() -> None:
-    stepper = full(max_tokens=20)
-    reserve(stepper, "large")
-    stepper.scheduler.apply(ReserveDestination(handoff("small"), request("small", [1], 2)))
-    effects = stepper.scheduler.apply(CancelDestination(handoff("large")))
-    assert effects.retired == ("large",)
-    assert [event.handoff_id for event in effects.events] == ["small"]
-
-
-def test_cancelling_what_runs_retries_the_head_at_once() -> None:
-    stepper = full()
-    reserve(stepper, "x")
-    effects = stepper.scheduler.apply(CancelDestination(handoff("first")))
-    assert effects.retired == ("first",)
-    assert [event.handoff_id for event in effects.events] == ["x"]
-
-
-def test_while_a_destination_waits_no_fresh_request_is_admitted() -> None:
-    stepper = full(max_tokens=20)
-    reserve(stepper, "large")
-    stepper.scheduler.apply(Submit(request("local", [1], 1)))
-    stepper.step()
-    assert [row.request_id for row in stepper.plans[-1].rows] == ["first"]
-    stepper.scheduler.apply(CancelDestination(handoff("large")))
-    stepper.step()
-    assert [row.request_id for row in stepper.plans[-1].rows] == ["first", "local"]
-
-
-def test_an_activated_request_runs_past_blocked_ones() -> None:
-    stepper = Stepper(scheduler := decode_scheduler(blocks=8))
-    serve(stepper, "first", PROMPT)
-    reserve(stepper, "second", "blocked")
-    scheduler.apply(Submit(request("local", [1], 1)))
-    land(stepper, handoff("second"), PROMPT)
-    scheduler.apply(ActivateDestination(handoff("second")))
-    stepper.step()
-    assert [row.request_id for row in stepper.plans[-1].rows] == ["first", "second"]
-
-
-def test_a_blocked_node_does_not_spin() -> None:
-    stepper = Stepper(decode_scheduler(blocks=4))
-    reserve(stepper, "x", "blocked")
-    assert stepper.run() == []
-
-
-def test_handoffs_under_way_have_their_own_limit() -> None:
-    stepper = Stepper(scheduler := decode_scheduler(blocks=40, max_reservations=2))
-    assert reserve(stepper, "x", "y", "z") == ["x", "y"]
-    land(stepper, handoff("x"), PROMPT)
-    assert scheduler.take_effects().events == ()
-    effects = scheduler.apply(ActivateDestination(handoff("x")))
-    assert [event.handoff_id for event in effects.events] == ["z"]
-
-
-def test_the_limit_counts_what_drains() -> None:
-    stepper = Stepper(scheduler := decode_scheduler(blocks=40, max_reservations=1))
-    reserve(stepper, "x", "y")
-    scheduler.transfer_started(handoff("x"), 1)
-    assert scheduler.apply(CancelDestination(handoff("x"))).events == ()
-    scheduler.transfer_quiet(handoff("x"), 1)
-    assert [event.handoff_id for event in scheduler.take_effects().events] == ["y"]
+def test_acknowledgements_that_nobody_asks_for_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler.decode_scheduler.MAX_UNACKNOWLEDGED", 3)
+    scheduler = DestinationNode().scheduler
+    for index in range(4):
+        handoff_id = handoff(f"h{index}")
+        scheduler.apply(ReserveDestination(handoff_id, request("a", [1]), activate_when_landed=True))
+        scheduler.landed(handoff_id, 1, first_token=5)
+        scheduler.apply(CancelRequest(RequestId("a")))
+    assert scheduler.apply(ActivateDestination(handoff("h0"))).result == Noop()
+    assert scheduler.apply(ActivateDestination(handoff("h1"))).result == Applied()
 
 
 def test_queue_position_is_that_of_the_reservation() -> None:
-    stepper = Stepper(scheduler := decode_scheduler(blocks=40, limits=BatchLimits(16, 1)))
-    reserve(stepper, "x", "y")
+    """Whoever lands first: the arrival ordinal is taken by ReserveDestination."""
+    node = DestinationNode(blocks=40, limits=BatchLimits(16, 1))
+    for name in ("x", "y"):
+        node.reserve(name, PROMPT)
     for name in ("y", "x"):
-        land(stepper, handoff(name), PROMPT)
-        scheduler.apply(ActivateDestination(handoff(name)))
-    stepper.step()
-    assert [row.request_id for row in stepper.plans[-1].rows] == ["x"]
-
-
-@pytest.mark.parametrize("phase", ["pending", "reserved", "landed", "activated", "running"])
-def test_cancel_returns_every_block_once(phase: str) -> None:
-    stepper = full(max_tokens=4) if phase != "pending" else full()
-    scheduler = stepper.scheduler
-    reserve(stepper, "h")
-    if phase in ("landed", "activated", "running"):
-        land(stepper, H, PROMPT)
-    if phase in ("activated", "running"):
-        scheduler.apply(ActivateDestination(H))
-    if phase == "running":
-        stepper.step()
-    effects = scheduler.apply(CancelDestination(H))
-    assert (effects.result, effects.retired) == (Applied(), ("h",))
-    assert scheduler.apply(CancelDestination(H)).result == Noop()
-    scheduler.check()
-    stepper.run()
-    assert stepper.tokens["first"] == expected_output(PROMPT, 30 if phase == "pending" else 4)[1:]
-    assert scheduler.is_drained
+        node.land(name, PROMPT)
+        node.scheduler.apply(ActivateDestination(handoff(name)))
+    node.step()
+    assert node.plans == ["decode x[10..10]"]
 
 
 def test_bytes_that_may_come_keep_the_blocks_until_quiet() -> None:
-    scheduler = decode_scheduler(blocks=4)
-    scheduler.apply(ReserveDestination(H, request("a", PROMPT)))
+    node = DestinationNode(blocks=4)
+    scheduler = node.scheduler
+    node.reserve("h", PROMPT)
     scheduler.transfer_started(H, 1)
     effects = scheduler.apply(CancelDestination(H))
     assert (effects.result, effects.retired) == (Applied(), ())
-    assert (scheduler.occupancy().draining, scheduler.occupancy().reserved) == (3, 0)
+    assert (scheduler.metrics().draining, scheduler.metrics().reserved) == (3, 0)
     assert scheduler.reserved(H, 1) is None
     assert scheduler.apply(CancelDestination(H)).result == Noop()
-    assert scheduler.apply(ReserveDestination(handoff("x"), request("x", PROMPT))).events == ()
+    assert node.reserve("x", PROMPT) == []
     scheduler.transfer_quiet(H, 2)
-    assert scheduler.occupancy().draining == 3
+    assert scheduler.metrics().draining == 3
     scheduler.transfer_quiet(H, 1)
-    effects_of_quiet = scheduler.take_effects()
-    assert effects_of_quiet.retired == ("a",)
-    assert [event.handoff_id for event in effects_of_quiet.events] == ["x"]
-    scheduler.check()
+    boundary = node.boundary()
+    assert boundary.retired == ("h",)
+    assert reserved_in(boundary.events) == ["x"]
 
 
 def test_bytes_that_land_after_the_cancel_are_not_wanted() -> None:
-    scheduler = decode_scheduler()
-    scheduler.apply(ReserveDestination(H, request("a", PROMPT)))
-    scheduler.transfer_started(H, 1)
-    scheduler.apply(CancelDestination(H))
-    assert not scheduler.landed(H, 1, first_token=5)
-    assert scheduler.take_effects().retired == ("a",)
-    assert scheduler.is_drained
-    assert scheduler.occupancy().cached == 0
-    assert not scheduler.landed(H, 1, first_token=5)
+    node = DestinationNode()
+    node.reserve("h", PROMPT)
+    node.scheduler.transfer_started(H, 1)
+    node.scheduler.apply(CancelDestination(H))
+    assert not node.scheduler.landed(H, 1, first_token=5)
+    assert node.boundary().retired == ("h",)
+    assert node.scheduler.is_drained
+    assert node.scheduler.metrics().free == 16
+    assert not node.scheduler.landed(H, 1, first_token=5)
 
 
 def test_a_broken_transfer_leaves_the_reservation() -> None:
-    scheduler = decode_scheduler()
-    scheduler.apply(ReserveDestination(H, request("a", PROMPT)))
-    scheduler.transfer_started(H, 1)
-    scheduler.transfer_quiet(H, 1)
-    assert scheduler.reserved(H, 1) is not None
-    assert scheduler.apply(CancelDestination(H)).retired == ("a",)
+    node = DestinationNode()
+    node.reserve("h", PROMPT)
+    node.scheduler.transfer_started(H, 1)
+    node.scheduler.transfer_quiet(H, 1)
+    assert reserved(node).request_id == "h"
+    assert node.scheduler.apply(CancelDestination(H)).retired == ("h",)
+
+
+def test_a_second_transfer_into_the_same_reservation_lands() -> None:
+    node = DestinationNode()
+    node.reserve("h", PROMPT)
+    for _ in range(2):
+        node.scheduler.transfer_started(H, 1)
+        node.scheduler.transfer_quiet(H, 1)
+    assert node.land("h", PROMPT)
 
 
 def test_cancel_request_reaches_an_active_destination_only() -> None:
-    stepper = Stepper(scheduler := decode_scheduler())
-    reserve(stepper, "h")
+    node = DestinationNode()
+    scheduler = node.scheduler
+    node.reserve("h", PROMPT)
     assert scheduler.apply(CancelRequest(RequestId("h"))).result == Noop()
-    land(stepper, H, PROMPT)
+    node.land("h", PROMPT)
     assert scheduler.apply(CancelRequest(RequestId("h"))).result == Noop()
     scheduler.apply(ActivateDestination(H))
     assert scheduler.apply(CancelRequest(RequestId("h"))).retired == ("h",)
@@ -382,55 +288,66 @@ def test_cancel_request_reaches_an_active_destination_only() -> None:
     assert scheduler.is_drained
 
 
-def test_cancel_after_the_natural_end_is_a_noop() -> None:
-    stepper = Stepper(decode_scheduler())
-    serve(stepper, "h", PROMPT)
-    stepper.run()
-    assert stepper.scheduler.apply(CancelDestination(H)).result == Noop()
-
-
 def test_a_failed_step_finishes_its_destinations_with_an_error() -> None:
-    stepper = Stepper(decode_scheduler(), fail_at={1})
-    serve(stepper, "h", PROMPT)
-    stepper.step()
-    failed = stepper.step()
+    node = DestinationNode(fail_at={1})
+    node.serve("h", PROMPT)
+    node.step()
+    failed = node.step()
     assert failed is not None
     assert failed.events == (DestinationFinished(H, 1, RequestId("h"), FinishReason.ERROR),)
-    assert (failed.outputs[0].index, failed.outputs[0].token) == (2, None)
-    assert stepper.scheduler.is_drained
+    assert failed.outputs == [Output(RequestId("h"), 2, None, FinishReason.ERROR)]
+    assert node.scheduler.is_drained
+    # The prompt's full blocks were good before it; the block that the step wrote into is not trusted.
+    assert (node.scheduler.metrics().cached, node.scheduler.metrics().free) == (2, 14)
 
 
-def too_long() -> list[tuple[Request, str]]:
-    return [(request("a", range(14), 4), "KV blocks"), (request("a", range(30), 10), "positions")]
-
-
-def test_what_can_never_fit_is_rejected_and_leaves_ids_and_room() -> None:
-    scheduler = decode_scheduler(blocks=4, max_model_len=32)
-    for asked, reason in too_long():
-        with pytest.raises(CommandRejected, match=reason):
-            scheduler.apply(ReserveDestination(H, asked))
-    assert scheduler.is_drained
-    assert scheduler.apply(ReserveDestination(H, request("a", range(13), 4))).events
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "reason"),
+    [(range(14), 4, "need 5 KV blocks, the node has 4"), (range(30), 10, "exceed the model's 32 positions")],
+)
+def test_what_can_never_fit_is_rejected_and_leaves_ids_and_room(
+    prompt: Iterable[int], max_tokens: int, reason: str
+) -> None:
+    node = DestinationNode(blocks=4, max_model_len=32)
+    refuse(node.scheduler, ReserveDestination(H, request("h", prompt, max_tokens)), match=reason)
+    assert node.scheduler.is_drained
+    assert node.reserve("h", range(13), 4) == [H]
 
 
 def test_live_ids_are_rejected_in_every_phase_and_reusable_after() -> None:
-    stepper = Stepper(scheduler := decode_scheduler())
-    reserve(stepper, "h")
-    for _ in range(2):
-        with pytest.raises(CommandRejected, match="already a destination"):
-            scheduler.apply(ReserveDestination(H, request("b", [1])))
-        with pytest.raises(CommandRejected, match="already active"):
-            scheduler.apply(ReserveDestination(handoff("other"), request("h", [1])))
+    node = DestinationNode()
+    scheduler = node.scheduler
+    node.reserve("h", PROMPT)
+    for phase in ("reserved", "draining"):
+        assert phase_of(scheduler, "h") == phase
+        refuse(scheduler, ReserveDestination(H, request("b", [1])), match="already a destination")
+        refuse(scheduler, ReserveDestination(handoff("other"), request("h", [1])), match="already active")
         scheduler.transfer_started(H, 1)
         scheduler.apply(CancelDestination(H))
     scheduler.transfer_quiet(H, 1)
-    assert reserve(stepper, "h") == ["h"]
+    node.boundary()
+    assert node.reserve("h", PROMPT) == [H]
+
+
+def test_a_local_request_prefills_and_decodes_beside_destinations() -> None:
+    node = DestinationNode(blocks=24)
+    node.serve("h", PROMPT)
+    node.scheduler.apply(Submit(request("local", range(50, 57), max_tokens=3)))
+    node.run()
+    assert node.plans[0] == "prefill h[10..10], local[0..6]"
+    assert node.tokens == {"h": expected_output(PROMPT, 4)[1:], "local": expected_output(range(50, 57), 3)}
+
+
+def test_limits_below_one_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_reservations is 0, must be at least 1"):
+        DestinationNode(max_reservations=0)
 
 
 def test_many_handoffs_in_a_row_leave_no_trace() -> None:
-    stepper = Stepper(decode_scheduler(blocks=6))
-    for i in range(16):
-        serve(stepper, f"r{i}", [i] * 9)
-        stepper.run()
-        assert stepper.tokens[f"r{i}"] == expected_output([i] * 9, 4)[1:]
-    assert stepper.scheduler.is_drained
+    node = DestinationNode(blocks=6)
+    for index in range(16):
+        node.serve(f"r{index}", [index] * 9)
+        node.run()
+        assert node.tokens[f"r{index}"] == expected_output([index] * 9, 4)[1:]
+    assert node.scheduler.is_drained
+    wind_down(node)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from rows import make_row
 from torch import Tensor
 
 from device import torch_attention
@@ -13,8 +14,6 @@ from device.attention import attention_backend, paged_attention
 from device.batch import Batch, pack
 from device.errors import DeviceSetupError, ModelUnsupported
 from device.kv_pool import KvGeometry, KvPool
-from scheduler.contract import Row
-from scheduler.ids import RequestId
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, LAYERS = 6, 2, 8, 4, 2
 SCALING = 0.3
@@ -69,7 +68,7 @@ def test_every_token_sees_its_own_past(
             last = rng.choice([stream.computed + 1, rng.randint(stream.computed + 1, 20)])
             parts.append((stream, stream.computed, last))
             stream.computed = last
-        rows = [Row(RequestId("r"), [0] * (last - first), first, s.blocks, None) for s, first, last in parts]
+        rows = [make_row("r", [0] * (last - first), first, s.blocks) for s, first, last in parts]
         out = attend(pool, pack(rows, BLOCK_SIZE, pool.device), parts, 1, window)
         wanted = [s.expected(position, window) for s, first, last in parts for position in range(first, last)]
         torch.testing.assert_close(out, torch.stack(wanted).unsqueeze(0), rtol=1e-4, atol=1e-4)
@@ -80,7 +79,7 @@ def test_the_edge_of_the_window_in_a_first_chunk(count: int) -> None:
     generator = torch.Generator().manual_seed(count)
     pool = KvPool(KvGeometry(LAYERS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.float32), 4, torch.device("cpu"))
     stream = Stream(count, [2, 0], generator)
-    batch = pack([Row(RequestId("r"), [0] * count, 0, stream.blocks, None)], BLOCK_SIZE, pool.device)
+    batch = pack([make_row("r", [0] * count, 0, stream.blocks)], BLOCK_SIZE, pool.device)
     out = attend(pool, batch, [(stream, 0, count)], 0, 5)
     wanted = torch.stack([stream.expected(position, 5) for position in range(count)])
     torch.testing.assert_close(out[0], wanted, rtol=1e-4, atol=1e-4)
@@ -92,7 +91,7 @@ def test_padding_reads_no_block_of_another() -> None:
     pool = KvPool(KvGeometry(LAYERS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.float32), 6, torch.device("cpu"))
     pool.tensor[[0, 5]] = float("nan")
     streams = [Stream(1, [3], generator), Stream(9, [1, 2, 4], generator)]
-    rows = [Row(RequestId("r"), [0], 0, [3], None), Row(RequestId("s"), [0], 8, [1, 2, 4], None)]
+    rows = [make_row("r", [0], 0, [3]), make_row("s", [0], 8, [1, 2, 4])]
     out = attend(pool, pack(rows, BLOCK_SIZE, pool.device), [(streams[0], 0, 1), (streams[1], 8, 9)], 0, None)
     assert out.isfinite().all()
 
@@ -101,7 +100,7 @@ def test_layers_do_not_share_memory() -> None:
     generator = torch.Generator().manual_seed(0)
     pool = KvPool(KvGeometry(LAYERS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, torch.float32), 4, torch.device("cpu"))
     stream = Stream(3, [2], generator)
-    batch = pack([Row(RequestId("r"), [0] * 3, 0, [2], None)], BLOCK_SIZE, pool.device)
+    batch = pack([make_row("r", [0] * 3, 0, [2])], BLOCK_SIZE, pool.device)
     attend(pool, batch, [(stream, 0, 3)], 0, None)
     assert pool.tensor[2, 0].any()
     assert not pool.tensor[:, 1].any()

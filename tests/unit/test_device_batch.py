@@ -1,16 +1,15 @@
 import torch
+from rows import make_row
 
 from device.batch import pack
 from scheduler.contract import Draw, Row
-from scheduler.ids import RequestId
 from scheduler.request import SamplingParams
 
 CPU = torch.device("cpu")
 
 
 def row(tokens: list[int], start: int, blocks: list[int], draws: bool) -> Row:
-    draw = Draw(SamplingParams(), start + len(tokens)) if draws else None
-    return Row(RequestId("r"), tokens, start, blocks, draw)
+    return make_row("r", tokens, start, blocks, Draw(SamplingParams()) if draws else None)
 
 
 def test_rows_become_one_row_of_tokens() -> None:

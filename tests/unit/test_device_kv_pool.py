@@ -49,6 +49,29 @@ def test_what_is_written_to_a_slot_is_gathered_from_its_block() -> None:
     assert not pool.tensor[:, :2].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_whole_blocks_leave_and_come_back(dtype: torch.dtype) -> None:
+    pool = KvPool(KvGeometry(3, 2, 4, 8, dtype), 6, CPU)
+    pool.tensor.normal_(generator=torch.Generator().manual_seed(0))
+    before, memory, size = pool.tensor.clone(), pool.bytes_view(), pool.block_bytes
+    content = pool.read_blocks([4, 1])
+    assert content.tobytes() == memory[4 * size : 5 * size].tobytes() + memory[size : 2 * size].tobytes()
+    pool.tensor[4] = 7.0
+    pool.write_blocks([0, 5], content)
+    content[:] = 0
+    assert torch.equal(pool.tensor[[0, 5]], before[[4, 1]])
+    assert (pool.tensor[4] == 7.0).all()
+    assert torch.equal(pool.tensor[1:4], before[1:4])
+
+
+def test_blocks_are_copied_one_after_the_other() -> None:
+    pool = KvPool(GEOMETRY, 5, CPU)
+    pool.tensor[:] = torch.arange(5.0).view(5, 1, 1, 1, 1, 1)
+    pool.copy_blocks([(3, 0), (0, 1), (4, 3)])
+    assert pool.tensor[:, 2, 1, 1, 7, 3].tolist() == [3, 3, 2, 4, 4]
+    assert torch.equal(pool.tensor[0], pool.tensor[1])
+
+
 def test_scrub_keeps_what_is_finite() -> None:
     pool = KvPool(GEOMETRY, 2, CPU)
     pool.tensor[:] = 2.0

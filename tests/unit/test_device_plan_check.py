@@ -2,10 +2,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from rows import make_row
 
 from device.plan_check import check_plan
 from scheduler.contract import Decode, DeviceError, DeviceFacts, Draw, Fault, Prefill, Row
-from scheduler.ids import RequestId
 from scheduler.request import SamplingParams
 
 FACTS = DeviceFacts(
@@ -26,26 +26,29 @@ FACTS = DeviceFacts(
 
 
 def row(tokens: Any, start: int, blocks: Any, draw: Draw | None = None, name: str = "a") -> Row:
-    return Row(RequestId(name), tokens, start, blocks, draw)
+    return make_row(name, tokens, start, blocks, draw)
 
 
-def drawing(position: int, **options: Any) -> Draw:
-    return Draw(SamplingParams(), position, **options)
+def longer(row: Row) -> Row:
+    return replace(row, known=[*row.known, 1])
 
 
-GOOD = row([1, 2, 3], 2, (7, 3), drawing(5))
+DRAW = Draw(SamplingParams())
+GOOD = row([1, 2, 3], 2, (7, 3), DRAW)
 
 
 @pytest.mark.parametrize(
     "plan",
     [
         Prefill((GOOD,)),
-        Prefill((GOOD, row([4], 3, (5,), drawing(4), "b"), row([4], 0, (6,), None, "c"))),
-        Decode((row([49], 29, tuple(range(8)), drawing(30)),)),
+        Prefill((GOOD, row([4], 3, (5,), DRAW, "b"), row([4], 0, (6,), None, "c"))),
+        Decode((row([49], 29, tuple(range(8)), DRAW),)),
         # A shared prefix: both read block 0, each writes a block of its own.
-        Decode((row([1], 4, (0, 1), drawing(5)), row([1], 4, (0, 2), drawing(5), "b"))),
+        Decode((row([1], 4, (0, 1), DRAW), row([1], 4, (0, 2), DRAW, "b"))),
         # A table that is longer than needed is not looked at beyond the need.
-        Decode((row([1], 0, (0, 99), drawing(1)),)),
+        Decode((row([1], 0, (0, 99), DRAW),)),
+        # A chunk that is not the last.
+        Prefill((longer(row([1, 2], 0, (0,))),)),
     ],
 )
 def test_good_plans_pass(plan: Prefill | Decode) -> None:
@@ -66,8 +69,10 @@ def test_good_plans_pass(plan: Prefill | Decode) -> None:
         (Prefill((row([1, 50, 3], 2, (7, 3)),)), "token id 50 is outside 0 to 49"),
         (Prefill((row([1, -2, 3], 2, (7, 3)),)), "token id -2"),
         (Prefill((GOOD, row([1], 4, (2, 3), None, "b"))), "b and a would both write block 3"),
-        (Prefill((row([1, 2], 0, (1,), drawing(1)),)), "after position 1 is drawn as position 1"),
-        (Prefill((row([1], 0, (1,), drawing(1, suppress=frozenset({50}))),)), "suppressed token id 50"),
+        (Prefill((longer(row([1, 2], 0, (1,), DRAW)),)), "token at position 2 is drawn, but it is known"),
+        (Prefill((replace(GOOD, end=6),)), "ends at position 6, 5 tokens are known"),
+        (Prefill((replace(GOOD, end=1),)), "no tokens"),
+        (Prefill((row([1], 0, (1,), replace(DRAW, suppress=frozenset({50}))),)), "suppressed token id 50"),
     ],
 )
 def test_bad_plans_are_refused_with_what_is_wrong(plan: Prefill | Decode, message: str) -> None:
@@ -89,11 +94,11 @@ def test_bad_plans_are_refused_with_what_is_wrong(plan: Prefill | Decode, messag
 )
 def test_sampling_out_of_range_is_refused(params: SamplingParams) -> None:
     with pytest.raises(DeviceError, match="out of range"):
-        check_plan(Prefill((replace(GOOD, draw=Draw(params, 5)),)), FACTS)
+        check_plan(Prefill((replace(GOOD, draw=Draw(params)),)), FACTS)
 
 
 def test_history_is_checked_only_where_it_is_used() -> None:
-    unused, used = (Draw(SamplingParams(repetition_penalty=penalty), 5, history=(99,)) for penalty in (1.0, 1.1))
-    check_plan(Prefill((replace(GOOD, draw=unused),)), FACTS)
+    unused, used = (Draw(SamplingParams(repetition_penalty=penalty)) for penalty in (1.0, 1.1))
+    check_plan(Prefill((make_row("a", [1], 2, [7], unused, past=[99, 0]),)), FACTS)
     with pytest.raises(DeviceError, match="history token id 99"):
-        check_plan(Prefill((replace(GOOD, draw=used),)), FACTS)
+        check_plan(Prefill((make_row("a", [1], 2, [7], used, past=[99, 0]),)), FACTS)

@@ -5,60 +5,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from rows import make_row
+from tiny_model import build_tiny, save_tiny_model
 
 from device.errors import DeviceSetupError
 from device.kv_pool import KvPool
-from device.router import SyncRouter, build_sync_router
-from scheduler.contract import Decode, DeviceError, Draw, Fault, Prefill, Quiesce, Row, Ticket
-from scheduler.ids import RequestId
+from device.router import SyncRouter
+from scheduler.contract import Decode, DeviceError, Done, Draw, Fault, Prefill, Quiesce, Row, Ticket
 from scheduler.request import SamplingParams
-
-CONFIG: dict[str, Any] = {
-    "vocab_size": 60,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.4,
-}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(1)
     path = tmp_path_factory.mktemp("tiny")
-    LlamaForCausalLM(LlamaConfig(**CONFIG)).save_pretrained(path)
+    save_tiny_model(path)
     return path
-
-
-def build(folder: Path, **changes: Any) -> SyncRouter:
-    options: dict[str, Any] = {
-        "name": "tiny",
-        "device": "cpu",
-        "dtype": "fp32",
-        "attention": "torch",
-        "block_size": 4,
-        "kv_bytes": None,
-        "total_blocks": 12,
-        "max_model_len": None,
-    }
-    return build_sync_router(folder, **(options | changes))
 
 
 @pytest.fixture
 def router(folder: Path) -> Iterator[SyncRouter]:
-    built = build(folder)
+    built = build_tiny(folder)
     yield built
     built.teardown()
 
 
 def row(tokens: list[int], start: int, blocks: list[int], name: str = "a", draws: bool = True) -> Row:
-    draw = Draw(SamplingParams(), start + len(tokens)) if draws else None
-    return Row(RequestId(name), tokens, start, blocks, draw)
+    return make_row(name, tokens, start, blocks, Draw(SamplingParams()) if draws else None)
 
 
 def run(router: SyncRouter, *rows: Row) -> tuple[int | None, ...]:
@@ -153,32 +125,35 @@ def test_an_overflow_does_not_spoil_the_next_owner_of_the_blocks(router: SyncRou
 
 
 def test_quiesce_and_unknown_effects(router: SyncRouter) -> None:
-    router.apply(Quiesce())
+    assert router.apply(Quiesce()) == Done()
     with pytest.raises(DeviceError) as caught:
         router.apply("stop")  # type: ignore[arg-type]  # what a wrong caller would do
     assert caught.value.fault is Fault.EFFECT
 
 
 def test_nothing_works_after_teardown(folder: Path) -> None:
-    router = build(folder)
+    router = build_tiny(folder)
     router.teardown()
     with pytest.raises(DeviceError, match="torn down"):
         router.launch(Prefill((row([1], 0, [0]),)))
     with pytest.raises(DeviceError, match="torn down"):
         _ = router.pool
+    with pytest.raises(DeviceError, match="torn down"):
+        router.apply(Quiesce())
+    router.teardown()
 
 
 def test_the_pool_is_sized_by_its_budget(folder: Path) -> None:
-    block_bytes = build(folder).facts().block_bytes
-    sized = build(folder, total_blocks=None, kv_bytes=7 * block_bytes + 5)
+    block_bytes = build_tiny(folder).facts().block_bytes
+    sized = build_tiny(folder, total_blocks=None, kv_bytes=7 * block_bytes + 5)
     assert sized.facts().total_blocks == 7
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bf16"])
 def test_bf16_halves_the_blocks(folder: Path, dtype: str) -> None:
-    router = build(folder, dtype=dtype)
+    router = build_tiny(folder, dtype=dtype)
     assert router.facts().dtype == "bf16"
-    assert router.facts().block_bytes * 2 == build(folder).facts().block_bytes
+    assert router.facts().block_bytes * 2 == build_tiny(folder).facts().block_bytes
     assert run(router, row([1, 2, 3], 0, [3]), row([5], 0, [2], "b", draws=False))[1] is None
 
 
@@ -199,4 +174,4 @@ def test_bf16_halves_the_blocks(folder: Path, dtype: str) -> None:
 )
 def test_settings_that_cannot_be_met(folder: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(DeviceSetupError, match=message):
-        build(folder, **changes)
+        build_tiny(folder, **changes)

@@ -8,15 +8,19 @@ import torch
 from torch import Tensor
 
 from device import sampler
-from device.sampler import NotFiniteError, draw_tokens, uniform
-from scheduler.contract import Draw
+from device.sampler import Drawn, NotFiniteError, draw_tokens, uniform
+from scheduler.contract import Draw, Row
+from scheduler.ids import RequestId
 from scheduler.request import SamplingParams
 
 VOCABULARY = 300
 
 
-def draw(position: int = 0, suppress: frozenset[int] = frozenset(), history: Any = (), **params: Any) -> Draw:
-    return Draw(SamplingParams(**params), position, suppress, history)
+def draw(position: int = 1, suppress: frozenset[int] = frozenset(), history: Any = None, **params: Any) -> Drawn:
+    """history: the ids before the drawn one; if there are none that matter, `position` says how many."""
+    known = range(position) if history is None else history
+    how = Draw(SamplingParams(**params), suppress)
+    return Row(RequestId("r"), known, len(known) - 1, len(known), [0], how), how
 
 
 def logits(rows: int, seed: int = 0, vocabulary: int = VOCABULARY) -> Tensor:
@@ -68,9 +72,8 @@ def test_a_token_does_not_depend_on_the_company(dtype: torch.dtype, head: int, m
     rng = random.Random(0)
     draws = [
         draw(
-            position=rng.randrange(1000),
             suppress=frozenset(rng.sample(range(VOCABULARY), rng.choice([0, 0, 5]))),
-            history=rng.choices(range(VOCABULARY), k=rng.choice([0, 20])),
+            history=rng.choices(range(VOCABULARY), k=rng.choice([1, 20, 100])),
             temperature=rng.choice([0.0, 0.3, 1.0, 2.0]),
             top_k=rng.choice([0, 1, 5, 40, 299, 300, 5000]),
             top_p=rng.choice([1.0, 0.95, 0.5, 0.01]),
@@ -95,20 +98,26 @@ def test_only_what_the_filters_keep_is_drawn_and_all_of_it(
 ) -> None:
     monkeypatch.setattr(sampler, "HEAD", head)
     row = logits(1, seed=top_k)[0]
-    draws = [draw(temperature=1.0, top_k=top_k, top_p=top_p) for _ in range(1)]
     probs = row.double().softmax(0).unsqueeze(0)
-    cut = sampler._cutoffs(probs, draws)
+    cut = sampler._cutoffs(probs, [SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p)])
     assert set((probs >= cut)[0].nonzero()[:, 0].tolist()) == kept_by_filters(row, top_k, top_p)
 
 
 def test_tokens_are_drawn_as_often_as_they_should_be() -> None:
     row = torch.tensor([[2.0, 1.0, 0.0, -1.0, 1.5, 0.5]])
     n, temperature = 6000, 0.7
-    tokens = draw_tokens(row.expand(n, -1), [draw(position=i, temperature=temperature, seed=9) for i in range(n)])
+    tokens = draw_tokens(row.expand(n, -1), [draw(position=i + 1, temperature=temperature, seed=9) for i in range(n)])
     wanted = (row[0] / temperature).softmax(0)
     counts = Counter(tokens)
     chi_square = sum((counts[i] - n * p) ** 2 / (n * p) for i, p in enumerate(wanted.tolist()))
     assert chi_square < 20.5  # 0.1 % point of 5 degrees of freedom; the draws are fixed by the seed
+
+
+def test_the_position_that_is_drawn_is_the_end_of_the_row() -> None:
+    even = torch.zeros(40, 2)
+    tokens = draw_tokens(even, [draw(position=i + 1, temperature=1.0, seed=5) for i in range(40)])
+    assert tokens == [int(uniform(5, i + 1) >= 0.5) for i in range(40)]
+    assert set(tokens) == {0, 1}
 
 
 @pytest.mark.parametrize(("number", "token"), [(0.0, 1), (0.49, 1), (0.5, 3), (1.0 - 2**-53, 3)])
@@ -120,13 +129,13 @@ def test_a_token_of_no_weight_is_not_drawn_at_the_edges(number: float, token: in
 def test_suppressed_tokens_are_never_drawn() -> None:
     given = torch.tensor([[9.0, 5.0, 1.0]])
     assert draw_tokens(given, [draw(suppress=frozenset({0}))]) == [1]
-    draws = [draw(position=i, suppress=frozenset({0, 1}), temperature=1.0) for i in range(50)]
+    draws = [draw(position=i + 1, suppress=frozenset({0, 1}), temperature=1.0) for i in range(50)]
     assert set(draw_tokens(given.expand(50, -1), draws)) == {2}
 
 
 def test_the_repetition_penalty_lowers_positive_and_negative_logits_once() -> None:
     given = torch.tensor([[4.0, 3.0, -9.0], [-1.0, -1.5, -9.0]])
-    history = (0, 0, 0)
+    history = (0, 0, 2)
     mild, strong = (draw(history=history, repetition_penalty=penalty) for penalty in (1.3, 1.6))
     assert draw_tokens(given, [mild, mild]) == [0, 0]
     assert draw_tokens(given, [strong, strong]) == [1, 1]

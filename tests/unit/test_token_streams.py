@@ -4,7 +4,7 @@ import pytest
 
 from cluster.gateway import GatewayError, ServiceFailed, TokenOutput
 from cluster.token_streams import TokenStream, TokenStreams
-from scheduler.commands import Output
+from scheduler.events import Output
 from scheduler.ids import RequestId
 from scheduler.request import FinishReason
 
