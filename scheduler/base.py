@@ -12,10 +12,7 @@ StepInFlight.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from functools import wraps
 from math import inf
-from typing import Concatenate, ParamSpec, TypeVar
 
 from scheduler.batching import Batcher, BatchLimits, Settled
 from scheduler.commands import (
@@ -32,6 +29,7 @@ from scheduler.commands import (
     Submitted,
 )
 from scheduler.contract import Effect, EffectOutcome, StepPlan, StepResult
+from scheduler.door import door
 from scheduler.errors import CommandRejected, InvariantBroken, StaleIncarnation, StepInFlight
 from scheduler.events import BoundaryEffects, LifecycleEvent, Output, Outputs
 from scheduler.ids import HandoffId, RequestId
@@ -44,22 +42,6 @@ from scheduler.request import FinishReason, Request
 from scheduler.retained import Retained
 from scheduler.sequence import SCHEDULED, Sequence, SequenceState
 from scheduler.story import StoryBook, StoryLine
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _door(method: Callable[Concatenate["SchedulerBase", P], T]) -> Callable[Concatenate["SchedulerBase", P], T]:
-    """A bug that shows in this method is told with the story of the request at which it was noticed."""
-
-    @wraps(method)
-    def call(self: "SchedulerBase", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return method(self, *args, **kwargs)
-        except InvariantBroken as error:
-            raise error.with_story(self.story) from error
-
-    return call
 
 
 class SchedulerBase(ABC):
@@ -102,7 +84,7 @@ class SchedulerBase(ABC):
 
     # Commands
 
-    @_door
+    @door
     def apply(self, command: Command, incarnation: int | None = None) -> CommandEffects:
         """Perform one command. incarnation: the life of the node that the sender means; None for whichever it is.
 
@@ -221,7 +203,7 @@ class SchedulerBase(ABC):
         """What begins from here on begins at `now`: after a step or a wait, a lease must not start in the past."""
         self.now = max(self.now, now)
 
-    @_door
+    @door
     def boundary(self, now: float) -> BoundaryEffects:
         """The moment between two steps: time moves on to `now` (seconds, any origin), leases expire, one pending
         reservation is tried, and all that was kept back becomes visible.
@@ -242,7 +224,7 @@ class SchedulerBase(ABC):
         """When `boundary` has something to do although nothing happens: the next lease's end; inf for never."""
         return self._leases.next_deadline
 
-    @_door
+    @door
     def prepare(self) -> tuple[Effect, ...]:
         """Decide who runs in the next step. Returns what the device must do before it, each to be settled."""
         self._require_between_steps()
@@ -250,17 +232,17 @@ class SchedulerBase(ABC):
             raise StepInFlight("what the last step brought is not released: call boundary first")
         return self.batcher.prepare(may_admit_fresh=self._may_admit_fresh())
 
-    @_door
+    @door
     def effect_settled(self, effect: Effect, outcome: EffectOutcome | None) -> None:
         """The device answered an effect of `prepare`; outcome is None if it failed."""
         self.batcher.effect_settled(effect, outcome)
 
-    @_door
+    @door
     def plan(self) -> StepPlan | None:
         """The next step to launch, or None when nothing can run until a command comes."""
         return self.batcher.plan()
 
-    @_door
+    @door
     def settle(self, result: StepResult) -> None:
         """Book the step that `plan` returned. What it brought becomes visible at the next `boundary`."""
         settled = self.batcher.settle(result)
@@ -270,7 +252,7 @@ class SchedulerBase(ABC):
             self.counters.cached_tokens += sequence.cached
         self._keep_back(settled)
 
-    @_door
+    @door
     def fail(self) -> None:
         """The step's device call failed: its sequences end with an error, their KV is not reused."""
         settled = self.batcher.abandon()
@@ -331,7 +313,7 @@ class SchedulerBase(ABC):
 
     # What it looks like
 
-    @_door
+    @door
     def check(self) -> None:
         """Prove that every block and every sequence is in exactly one place. Raises InvariantBroken."""
         pins = [[copy.source] for copy in self.kv.copies]
