@@ -1,6 +1,8 @@
 # make demo   set everything up and run the main job with a real small model
 # make test   set everything up and run all tests
 # make check  format, lint, types, import contracts
+# make soak [SOAK=20] [SEED=...]   the property tests with SOAK times as many examples, random ones without a SEED
+# make sim [SEED=7]                the simulation, its random rounds with this seed only
 # make bench-serve URL=http://127.0.0.1:8000   load a running server
 
 VENV ?= .venv
@@ -10,8 +12,10 @@ READY := $(VENV)/.ready
 URL ?= http://127.0.0.1:8000
 MODEL ?= smollm2
 ARGS ?=
+SOAK ?= 20
+SEED ?=
 
-.PHONY: demo test check format bench-serve clean
+.PHONY: demo test check format soak sim bench-serve clean
 
 demo: $(READY)
 	@$(BIN)/prelay demo
@@ -28,6 +32,15 @@ check: $(READY)
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+soak: $(READY)
+	@seed=$(or $(SEED),$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')); \
+	again="make soak SOAK=$(SOAK) SEED=$$seed"; echo "$$again"; \
+	PRELAY_SOAK=$(SOAK) $(BIN)/pytest tests/property --timeout=0 --hypothesis-seed=$$seed $(ARGS) \
+		|| { echo "Failed. The same again: $$again"; exit 1; }
+
+sim: $(READY)
+	PRELAY_SEED=$(SEED) $(BIN)/pytest tests/simulation $(ARGS)
 
 bench-serve: $(READY)
 	$(BIN)/python -m benchmarks.serve --url $(URL) --model $(MODEL) $(ARGS)

@@ -3,6 +3,9 @@
 Prompts share prefixes, adapters and salts. Every admission must find exactly what is there, and every hit be right.
 """
 
+import sys
+from typing import TypeAlias
+
 from cache_model import CacheModel, Namespace, Owner
 from determinism import deterministic, steps_taken
 from hypothesis import strategies as st
@@ -14,36 +17,65 @@ from scheduler.kv import KvAccounting
 from scheduler.request import Request
 from scheduler.sequence import Sequence
 
-STEMS = ([1] * 30, [1] * 7 + [2] * 23, list(range(30)))
-prompts = st.builds(
-    lambda stem, length, own: [*STEMS[stem][:length], *own] or [0],
-    st.integers(0, 2),
-    st.integers(0, 20),
-    st.lists(st.integers(0, 2), max_size=3),
+STEM = [1] * 9 + [2] * 15
+namespaces = st.sampled_from([(None, None)] * 4 + [(None, "s"), ("a", None), ("a", "s")])
+Prompt: TypeAlias = tuple[int, int, list[int]]
+"""Whose tokens it begins with, how many of them are left out at the end, and its own tokens."""
+prompts: st.SearchStrategy[Prompt] = st.tuples(
+    st.integers(0, 20), st.sampled_from([0, 0, 0, 1, 1, 2, 4, 7]), st.sampled_from([[], [], [0], [1], [2, 0]])
 )
-namespaces = st.sampled_from([(None, None), (None, None), (None, "s"), ("a", None), ("a", "s")])
 picks = st.integers(0, 20)
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
-    """sequences: the real ones, by the model's owners. name_of: what each hash has turned out to name."""
+    """sequences: the real ones, by the model's owners. history: what prompts may begin with, as conversations do.
+
+    name_of: what each hash has turned out to name.
+    """
 
     @initialize(
-        total=st.integers(3, 14),
-        block_size=st.sampled_from([1, 2, 4, 4, 5]),
-        caching=st.sampled_from([True, True, True, False]),
-        guaranteed=st.sampled_from([False, False, True]),
+        total=st.integers(4, 18),
+        block_size=st.sampled_from([1, 3, 4, 4, 5]),
+        caching=st.sampled_from([True] * 6 + [False]),
+        guaranteed=st.sampled_from([False] * 4 + [True]),
     )
     def start(self, total: int, block_size: int, caching: bool, guaranteed: bool) -> None:
         self.kv = KvAccounting(total, block_size, caching, guaranteed=guaranteed, kv_events=True)
         self.model = CacheModel(total, block_size, caching, guaranteed)
         self.sequences: dict[Owner, Sequence] = {}
+        self.history = [STEM[:count] for count in (3, 4, 8, 9, 12, 20)]
         self.arrivals = self.kv_event_number = 0
         self.name_of: dict[bytes, tuple[object, ...]] = {}
         self.stored: set[bytes] = set()
 
     def owner(self, pick: int) -> Owner:
         return self.model.owners[pick % len(self.model.owners)]
+
+    def tokens(self, prompt: Prompt) -> list[int]:
+        pick, left_out, own = prompt
+        begin = self.history[-1 - pick % len(self.history)]
+        return [*begin[: len(begin) - left_out], *own] or [0]
+
+    @rule(
+        prompt=prompts,
+        namespace=namespaces,
+        outputs=st.integers(1, 9),
+        sampled=st.integers(0, 9),
+        keep=st.sampled_from([None, True, True, False]),
+    )
+    def serve(self, prompt: Prompt, namespace: Namespace, outputs: int, sampled: int, keep: bool | None) -> None:
+        """From admission to release, or to some token if keep is None; others go until there is room."""
+        self.make_ready()
+        while (owner := self.admit(self.tokens(prompt), namespace, outputs)) is None and self.model.owners:
+            self.give_back(self.model.owners[0], keep=True)
+        if owner is None:
+            return
+        self.make_ready()
+        for token in range(sampled + 1):
+            self.advance(owner, len(owner.known))
+            self.append(owner, token % 3)
+        if keep is not None:
+            self.give_back(owner, keep)
 
     @rule(
         prompt=prompts,
@@ -53,9 +85,20 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         headroom=st.sampled_from([0, 0, 0, 1, 2]),
         reuse=st.sampled_from([True, True, True, True, False]),
     )
-    def admit(
-        self, prompt: list[int], namespace: Namespace, outputs: int, receives: bool, headroom: int, reuse: bool
+    def only_admit(
+        self, prompt: Prompt, namespace: Namespace, outputs: int, receives: bool, headroom: int, reuse: bool
     ) -> None:
+        self.admit(self.tokens(prompt), namespace, outputs, receives, headroom, reuse)
+
+    def admit(
+        self,
+        prompt: list[int],
+        namespace: Namespace,
+        outputs: int,
+        receives: bool = False,
+        headroom: int = 0,
+        reuse: bool = True,
+    ) -> Owner | None:
         """receives: a transfer will fill the prompt's blocks, and one position more is wanted."""
         adapter, salt = namespace
         request = Request(RequestId(f"r{self.arrivals}"), tuple(prompt), outputs, adapter=adapter, cache_salt=salt)
@@ -70,10 +113,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert admitted == (found is not None and found.fits)
         if not admitted:
             assert not sequence.blocks
-            return
+            return None
         assert found is not None
-        owner = model.admitted(namespace, prompt, found, sequence.blocks, promised if model.guaranteed else 0)
+        owner = model.admitted(namespace, list(prompt), found, sequence.blocks, promised if model.guaranteed else 0)
         self.sequences[owner] = sequence
+        return owner
 
     @precondition(lambda self: self.model.copies)
     @rule(copied=st.sampled_from([True, True, False]))
@@ -83,10 +127,17 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.kv.settle_copies(copied=copied)
         self.model.settle_copies(copied)
 
+    def make_ready(self) -> None:
+        if self.model.copies:
+            self.settle_copies(copied=True)
+
     @precondition(lambda self: self.model.owners and not self.model.copies)
     @rule(pick=picks, most=st.integers(1, 9))
     def compute(self, pick: int, most: int) -> None:
-        owner = self.owner(pick)
+        self.advance(self.owner(pick), most)
+
+    def advance(self, owner: Owner, most: int) -> None:
+        """Compute up to `most` tokens, as far as there are blocks."""
         sequence = self.sequences[owner]
         room = len(owner.blocks) * self.model.size
         count = min(most, len(owner.known) - owner.start, room - owner.start)
@@ -94,12 +145,15 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         sequence.start += count
         self.kv.publish(sequence)
         self.model.publish(owner)
+        self.learn_names(owner)
 
     @precondition(lambda self: self.model.owners and not self.model.copies)
     @rule(pick=picks, token=st.integers(0, 2))
     def sample(self, pick: int, token: int) -> None:
+        self.append(self.owner(pick), token)
+
+    def append(self, owner: Owner, token: int) -> None:
         """A token is drawn once all known ones are computed, and its block must exist before the next step."""
-        owner = self.owner(pick)
         sequence = self.sequences[owner]
         if owner.start < len(owner.known) or len(owner.known) >= len(sequence.request.prompt) + sequence.output_limit:
             return
@@ -112,8 +166,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.owners and not self.model.copies)
     @rule(pick=picks, keep=st.sampled_from([True, True, False]))
     def release(self, pick: int, keep: bool) -> None:
-        owner = self.owner(pick)
+        self.give_back(self.owner(pick), keep)
+
+    def give_back(self, owner: Owner, keep: bool) -> None:
         sequence = self.sequences.pop(owner)
+        self.history.append(owner.known[: self.model.size * 5])
         self.kv.release(sequence, keep=keep)
         self.model.release(owner, keep)
         assert not sequence.blocks
@@ -141,13 +198,14 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         before = tokens[: -self.model.size]  # type: ignore[index]
         assert self.name_of[parent] == ("full", namespace, before) if parent is not None else not before
 
+    def learn_names(self, owner: Owner) -> None:
+        """Equal hashes name equal tokens of equal namespaces."""
+        for index, block_hash in enumerate(self.sequences[owner].chain):
+            name = "full", owner.namespace, tuple(owner.known[: (index + 1) * self.model.size])
+            assert self.name_of.setdefault(block_hash, name) == name
+
     @invariant()
-    def equal_hashes_name_equal_tokens(self) -> None:
-        size = self.model.size
-        for owner, sequence in self.sequences.items():
-            for index, block_hash in enumerate(sequence.chain):
-                name = "full", owner.namespace, tuple(owner.known[: (index + 1) * size])
-                assert self.name_of.setdefault(block_hash, name) == name
+    def equal_tokens_have_equal_hashes(self) -> None:
         assert len(set(self.name_of.values())) == len(self.name_of)
 
     @invariant()
@@ -164,12 +222,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert (kv.committed, kv.lookups, kv.hits) == (model.promised, model.lookups, model.hits)
 
     def teardown(self) -> None:
-        if not hasattr(self, "kv"):
-            return
-        if self.model.copies:
-            self.settle_copies(copied=True)
+        if not hasattr(self, "kv") or sys.exc_info()[0] is not None:
+            return  # a rule has failed: that is what must be reported
+        self.make_ready()
         while self.sequences:
-            self.release(0, keep=True)
+            self.give_back(self.model.owners[0], keep=True)
             self.the_accounting_is_as_the_model_says()
         self.events_tell_what_can_be_found()
         assert self.kv.pool.available == self.kv.pool.total

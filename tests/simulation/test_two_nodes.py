@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import pytest
+from determinism import seeds
 from kv_machine import VALUE_BYTES, expected_output
 from local_cluster import BLOCK_SIZE, Answer, ClusterShape, LocalCluster
 
@@ -21,6 +22,7 @@ from scheduler.commands import (
     SubmitHandoffPrefill,
 )
 from scheduler.ids import NodeId, RequestId
+from scheduler.policies import QUEUE_POLICIES, VICTIM_POLICIES, Preemption, SchedulingPolicy
 from scheduler.request import Request
 
 BLOCK_BYTES = BLOCK_SIZE * VALUE_BYTES
@@ -327,7 +329,27 @@ async def test_a_lost_prefill_node_does_not_disturb_what_was_handed_over() -> No
         await cluster.require_drained()
 
 
-@pytest.mark.parametrize("seed", range(8))
+PREEMPTIONS = pytest.mark.parametrize("preemption", list(Preemption), ids=lambda preemption: preemption.value)
+
+
+@ORDERS
+@PREEMPTIONS
+async def test_many_requests_share_pools_of_one_and_a_half(order: Order, preemption: Preemption) -> None:
+    """32 at once; prompts of 9 tokens in 3 blocks grow to 9 blocks, and each pool has 14."""
+    policy = SchedulingPolicy(preemption=preemption, immunity_tokens=4)
+    shape = ClusterShape(prefill_blocks=14, decode_blocks=14, order=order, policy=policy, spill_blocks=14)
+    requests = [a_request(f"r{i}", [i] * 9, 27) for i in range(32)]
+    async with LocalCluster(shape) as cluster:
+        for request, answer in zip(requests, await serve_all(cluster, requests), strict=True):
+            require_right(answer, request)
+        await cluster.require_drained()
+        counters = (await cluster.status("decode-0"))["counters"]
+        assert (counters["preemptions"] > 0) == (preemption is not Preemption.NONE)
+        assert (counters["restores"] > 0) == (preemption is Preemption.SPILL)
+        assert not cluster.devices[NodeId("decode-0")].saved
+
+
+@pytest.mark.parametrize("seed", seeds(8))
 async def test_random_rounds_with_random_cancels(seed: int) -> None:
     """12 rounds each on one cluster: whoever isn't cancelled gets the right answer, and nothing stays owned."""
     rng = random.Random(seed)
@@ -338,7 +360,16 @@ async def test_random_rounds_with_random_cancels(seed: int) -> None:
         decode_blocks=rng.choice([40, 60]),
         order=rng.choice(list(Order)),
         limits=BatchLimits(max_tokens=rng.choice([8, 32]), max_sequences=rng.choice([2, 8])),
-        max_reservations=rng.choice([1, 3]),
+        policy=SchedulingPolicy(
+            queue=rng.choice(QUEUE_POLICIES),
+            preemption=rng.choice([Preemption.RECOMPUTE, Preemption.SPILL, Preemption.NONE]),
+            victim=rng.choice(list(VICTIM_POLICIES)),
+            immunity_tokens=rng.choice([0, 4, 16]),
+            headroom_blocks=rng.choice([0, 2]),
+        ),
+        spill_blocks=rng.choice([0, 12, 100]),
+        max_holds=rng.choice([2, 64]),
+        max_reservations=rng.choice([1, 3, 8]),
         jitter_seed=seed if seed % 2 else None,
     )
     async with LocalCluster(shape) as cluster:

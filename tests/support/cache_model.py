@@ -97,10 +97,10 @@ class CacheModel:
             whole = self.pool.find(self._full(namespace, known, full))
             if whole is not None:
                 return Tail(whole, most, copied=True)
-        for count in range(most, 0, -1):
+        for count in range(min(len(known) - full * self.size, self.size - 1), 0, -1):
             block = self.pool.find(self._partial(namespace, known, full * self.size + count))
             if block is not None:
-                return Tail(block, count, copied=block not in self.pool.idle)
+                return Tail(block, min(count, most), copied=block not in self.pool.idle)
         return None
 
     def _full(self, namespace: Namespace, known: Sequence[int], index: int) -> Name:

@@ -21,6 +21,8 @@ from scheduler.events import LifecycleEvent
 from scheduler.ids import HandoffId, RequestId
 from scheduler.request import Request
 
+CROWD = 8
+"""So many requests at a time are enough."""
 T = TypeVar("T", RequestId, HandoffId)
 
 
@@ -74,11 +76,13 @@ class CommandedMachine(RuleBasedStateMachine):
     @rule(arrivals=st.lists(arrivals, min_size=1, max_size=3))
     def come(self, arrivals: Sequence[Arrival]) -> None:
         for arrival in arrivals:
-            self.arrive(*arrival)
+            self.do(arrival)
 
     def arrive(self, request: Request, way: str, pick: int, armed: bool) -> None:
         """Mostly with ids that are not in use here, now and then for another life of this node or the other side."""
         usual = pick % 8 > 0
+        if usual and len(self.model.owned) >= CROWD:
+            return
         if usual:
             request = self.shortened(request, self.unused("r", request.request_id, self.model.owned))
         if way == "submit":
@@ -118,9 +122,12 @@ class CommandedMachine(RuleBasedStateMachine):
     def do_something(self, act: Act) -> None:
         self.do(act)
 
-    def do(self, act: Act) -> None:
-        kind, pick, flag = act
-        getattr(self, kind)(pick, flag)
+    def do(self, item: Act | Arrival) -> None:
+        if len(item) == 4:
+            self.arrive(*item)
+            return
+        name, pick, flag = item
+        getattr(self, name)(pick, flag)
 
     def cancel_request(self, pick: int, discard: bool) -> None:
         """One that runs, is spilled, has output that nobody has seen, or is here in any way."""

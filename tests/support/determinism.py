@@ -1,6 +1,7 @@
-"""Hypothesis settings of the property tier: the same examples every time, whatever the machine's speed.
+"""Where randomness of the tests comes from: the same examples and seeds every time, whatever the machine's speed.
 
-PRELAY_SOAK=20 runs twenty times as many examples and other ones each time (`make soak`, which names its seed).
+PRELAY_SOAK=20 runs twenty times as many Hypothesis examples, and other ones each time (`make soak` names its seed).
+PRELAY_SEED=7 runs seeded tests with this seed only (`make sim SEED=7`).
 """
 
 import os
@@ -12,6 +13,12 @@ SOAK = int(os.environ.get("PRELAY_SOAK", "0"))
 
 steps_taken: Counter[str] = Counter()
 """Rules that the state machines have run in this process, by machine; printed at the end of the tests."""
+
+
+def seeds(count: int) -> list[int]:
+    """What a seeded test runs with: `count` seeds, or the one that was asked for."""
+    asked = os.environ.get("PRELAY_SEED", "")
+    return [int(asked)] if asked else list(range(count))
 
 
 def deterministic(max_examples: int, steps: int = 50) -> settings:

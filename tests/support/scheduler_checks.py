@@ -10,6 +10,7 @@ from scheduler.batching import BatchLimits
 from scheduler.contract import StepPlan
 from scheduler.events import BlocksStored, DestinationReserved, KvEvent, LifecycleEvent, Output
 from scheduler.ids import BlockHash, HandoffId, RequestId
+from scheduler.metrics import SchedulerMetrics
 
 
 def require_told(events: Sequence[LifecycleEvent], retired: Sequence[RequestId], expected: Telling) -> None:
@@ -68,15 +69,24 @@ def require_as_the_model(scheduler: SchedulerBase, model: SchedulerModel) -> Non
     scheduler.check()
     doomed = any(row.doomed for row in model.step or ())
     assert scheduler.is_drained == (not model.owned and not doomed)
-    metrics = scheduler.metrics()
-    parked = sum(owned.phase in ("held", "draining") for owned in model.owned.values())
-    assert metrics.running + metrics.waiting == len(model.owned) - parked
-    assert metrics.total == model.total_blocks
     assert scheduler.counters.suppressed_outputs == model.suppressions
     assert scheduler.counters.expired_leases == model.expiries
     assert scheduler.next_deadline <= min(model.deadlines.values(), default=float("inf"))
     assert all(scheduler.story(name) for name in model.owned)
+    _require_right_metrics(scheduler.metrics(), model, doomed)
     _require_right_inventory(scheduler, model)
+
+
+def _require_right_metrics(metrics: SchedulerMetrics, model: SchedulerModel, doomed: bool) -> None:
+    parked = [owned for owned in model.owned.values() if owned.phase not in model.scheduled]
+    blocks = Counter[str]()
+    for owned in parked:
+        blocks[owned.phase] += model.parked_blocks(owned)
+    assert (metrics.held, metrics.reserved) == (blocks["held"], blocks["reserved"] + blocks["landed"])
+    assert metrics.draining >= blocks["draining"] if doomed else metrics.draining == blocks["draining"]
+    gone = sum(owned.phase in ("held", "draining") for owned in parked)
+    assert metrics.running + metrics.waiting == len(model.owned) - gone
+    assert metrics.total == model.total_blocks
 
 
 def _require_right_inventory(scheduler: SchedulerBase, model: SchedulerModel) -> None:

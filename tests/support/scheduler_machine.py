@@ -151,7 +151,7 @@ class SchedulerMachine(CommandedMachine):
             require_arrival_order(plan, self.model)
 
     @precondition(lambda self: self.plan is not None)
-    @rule(passed=moments, failed=st.sampled_from([False, False, False, True]))
+    @rule(passed=moments, failed=st.sampled_from([False] * 7 + [True]))
     def settle(self, passed: float, failed: bool) -> None:
         assert self.plan is not None
         assert freeze(self.plan) == self.frozen, "a row was changed while its step ran"
@@ -180,33 +180,33 @@ class SchedulerMachine(CommandedMachine):
 
     @rule(
         before=st.lists(arrivals, max_size=2),
-        during=st.lists(acts, max_size=3),
-        after=st.lists(acts, max_size=3),
+        during=st.lists(acts | arrivals, max_size=3),
+        after=st.lists(acts | arrivals, max_size=3),
         passed=moments,
         fails=faults,
-        failed=st.sampled_from([False] * 7 + [True]),
+        failed=st.sampled_from([False] * 15 + [True]),
     )
     def turn(
         self,
         before: Sequence[Arrival],
-        during: Sequence[Act],
-        after: Sequence[Act],
+        during: Sequence[Act | Arrival],
+        after: Sequence[Act | Arrival],
         passed: float,
         fails: Collection[int],
         failed: bool,
     ) -> None:
-        """Once round the circle, with acts while the step runs and between the step and its boundary."""
+        """Once round the circle, with all sorts of things while the step runs and between it and its boundary."""
         self.complete()
         for arrival in before:
-            self.arrive(*arrival)
+            self.do(arrival)
         self.prepare(fails)
         self.launch()
-        for act in during:
-            self.do(act)
+        for item in during:
+            self.do(item)
         if self.plan is not None:
             self.settle(0.0, failed)
-        for act in after:
-            self.do(act)
+        for item in after:
+            self.do(item)
         self.boundary(passed)
 
     @rule(before=st.lists(arrivals, max_size=3), count=st.integers(2, 8), passed=moments, fails=faults)
@@ -214,7 +214,7 @@ class SchedulerMachine(CommandedMachine):
         """Several times round in peace."""
         self.complete()
         for arrival in before:
-            self.arrive(*arrival)
+            self.do(arrival)
         for _ in range(count):
             self.cycle(passed / count, fails)
 

@@ -187,6 +187,10 @@ class SchedulerModel:
         if owned.handoff is not None:
             self.by_handoff[owned.handoff] = owned
 
+    def parked_blocks(self, owned: Owned) -> int:
+        """Of one that doesn't run."""
+        raise NotImplementedError
+
     def cancel_scheduled(self, owned: Owned) -> None:
         for row in self.step or ():
             if row.owned is owned:

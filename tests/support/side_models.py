@@ -73,6 +73,9 @@ class SourceModel(SchedulerModel):
         prompt_tokens = len(owned.request.prompt)
         self.kept.events.append(("held", owned.handoff, owned.attempt, owned.name, prompt_tokens))
 
+    def parked_blocks(self, owned: Owned) -> int:
+        return self.blocks_for(len(owned.request.prompt))
+
     def transfer_started(self, handoff: HandoffId, attempt: int) -> None:
         owned = self.find(handoff, attempt)
         if owned is not None and owned.phase == "held":
@@ -139,6 +142,10 @@ class DestinationModel(SchedulerModel):
                 return self.cancel(self.find(handoff, attempt))
             case _:
                 return super().perform(command)
+
+    def parked_blocks(self, owned: Owned) -> int:
+        """Room for the prompt and the first token, which only a request of more than one token brings along."""
+        return 0 if owned.phase == "pending" else self.blocks_for(len(owned.request.prompt) + (owned.limit > 1))
 
     def activate(self, owned: Owned) -> CommandResult:
         self.enter(owned, "active")
