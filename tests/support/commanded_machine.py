@@ -27,17 +27,21 @@ T = TypeVar("T", RequestId, HandoffId)
 
 
 class CommandedMachine(RuleBasedStateMachine):
+    """recent: the handoffs that came last."""
+
     setting: Setting
+    recent: list[tuple[HandoffId, int]]
     scheduler: SchedulerBase
     model: SchedulerModel
     device: KvMachine
 
     def some_handoff(self, pick: int) -> tuple[HandoffId, int]:
-        """One that is here; now and then with another attempt, or one that isn't."""
+        """One that is here; now and then one that may be over, sometimes with the wrong attempt."""
         known = [(handoff, owned.attempt) for handoff, owned in self.model.by_handoff.items()]
-        if not known or pick % 8 == 7:
-            return HandoffId(f"h{pick % 6}"), 1 + pick % 2
-        return known[pick % len(known)]
+        if known and pick % 4 < 3:
+            return known[pick % len(known)]
+        handoff, attempt = self.recent[pick // 4 % len(self.recent)]
+        return handoff, attempt if pick % 8 < 4 else 3 - attempt
 
     # Commands
 
@@ -95,7 +99,9 @@ class CommandedMachine(RuleBasedStateMachine):
             handoff = HandoffId(f"h{pick % 6}")
             if usual:
                 handoff = self.unused("h", handoff, self.model.by_handoff)
-            self.begin_handoff(handoff, request, 1 + (pick % 5 == 0), armed)
+            attempt = 1 + (pick % 5 == 0)
+            self.begin_handoff(handoff, request, attempt, armed)
+            self.recent = [(handoff, attempt), *self.recent[:2]]
 
     def shortened(self, request: Request, name: RequestId) -> Request:
         """The same under another name, with as many tokens at the most as the pool has room for."""

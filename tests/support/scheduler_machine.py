@@ -42,7 +42,7 @@ from scheduler_model import Running
 from scheduler.commands import CancelRequest
 from scheduler.contract import DeviceError, Effect, StepPlan
 from scheduler.errors import StepInFlight
-from scheduler.ids import RequestId
+from scheduler.ids import HandoffId, RequestId
 from scheduler.policies import Preemption
 from scheduler.request import Request
 
@@ -74,6 +74,7 @@ class SchedulerMachine(CommandedMachine):
         self.prepared = self.disturbed = False
         self.history: list[tuple[str | None, tuple[int, ...]]] = []
         self.listener = KvListener()
+        self.recent = [(HandoffId("h0"), 1)]
 
     def build(self, setting: Setting, options: dict[str, Any]) -> None:
         """Make the scheduler and its model."""

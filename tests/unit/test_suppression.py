@@ -317,7 +317,7 @@ def test_a_suppressed_request_leaves_its_kv_as_prefix_cache() -> None:
     node.scheduler.apply(CancelSource(H))
     node.submit("b", PROMPT)
     (boundary,) = node.run()
-    assert boundary.events == (SourceHeld(handoff("b"), 1, RequestId("b"), prompt_tokens=10, cached_tokens=8),)
+    assert boundary.events == (SourceHeld(handoff("b"), 1, RequestId("b"), prompt_tokens=10, cached_tokens=9),)
 
 
 def test_kv_events_are_not_suppressed() -> None:
