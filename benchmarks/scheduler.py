@@ -34,8 +34,9 @@ from scheduler.commands import (
     Submit,
     SubmitHandoffPrefill,
 )
-from scheduler.contract import StepPlan, StepResult, Ticket
+from scheduler.contract import StepPlan, StepResult
 from scheduler.decode_scheduler import DecodeScheduler
+from scheduler.effects import Ticket
 from scheduler.ids import BlockId, HandoffId, RequestId
 from scheduler.prefill_scheduler import PrefillScheduler
 from scheduler.prefix import extend_chain

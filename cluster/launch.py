@@ -211,6 +211,9 @@ def _node_config(node: NodeId, settings: Settings, pool: PoolSettings, model: Mo
             threads=settings.threads_of(pool),
             spill_bytes=pool.spill_bytes,
             spill_path=pool.spill_path,
+            slots=pool.max_batch_sequences + max(settings.limits.max_holds, settings.limits.max_reservations),
+            snapshots=pool.snapshots,
+            router=settings.router,
         ),
         batch=BatchLimits(
             max_tokens=max(pool.max_batch_tokens, pool.max_batch_sequences),

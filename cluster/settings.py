@@ -31,6 +31,7 @@ class PoolSettings(_Model):
     kv_mib: int = Field(1024, ge=1, description="KV memory of one node")
     max_batch_tokens: int = Field(512, ge=1, description="token budget of one step")
     max_batch_sequences: int = Field(64, ge=1)
+    snapshots: int = Field(32, ge=0, description="copies of recurrent state kept for the prefix cache of hybrid models")
     policy: Literal["fifo", "priority", "shortest-prefill"] = "fifo"
     preemption: Literal["none", "recompute", "spill"] = "recompute"
     victim: Literal["last", "fewest-outputs", "lowest-priority"] = "last"
@@ -82,6 +83,7 @@ class Settings(_Model):
     device: str = "auto"
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     attention: str = "torch"
+    router: Literal["async", "sync"] = "async"
     block_size: int = Field(16, ge=1, le=1024)
     max_model_len: int | None = Field(None, ge=2)
     prefix_caching: bool = True

@@ -6,6 +6,7 @@ from decode_node.node import DecodeNode
 from device.build import build_router
 from handoff.node_actor import NodeActor
 from scheduler.decode_scheduler import DecodeScheduler
+from scheduler.slots import SlotLimits
 
 
 class DecodeActor(NodeActor[DecodeNode]):
@@ -23,6 +24,7 @@ class DecodeActor(NodeActor[DecodeNode]):
             policy=config.policy,
             lease_s=config.lease_s,
             incarnation=config.incarnation,
+            state=SlotLimits(facts.slots, facts.snapshots, recurrent=facts.slot_bytes > 0),
         )
         node = DecodeNode(
             config.node,

@@ -5,7 +5,7 @@ function of every layer, so no layer is rewritten and no state is global. Our na
 with transformers, which is its way of saying that no mask is to be made.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -18,7 +18,15 @@ from device.kv_pool import KvPool
 HOOK = "prelay_paged"
 """The name of our attention among those of transformers."""
 
-_WITHOUT_EFFECT = {"dropout", "position_ids", "use_cache", "output_attentions", "is_causal", "cache_position"}
+_WITHOUT_EFFECT = {
+    "dropout",
+    "position_ids",
+    "use_cache",
+    "output_attentions",
+    "is_causal",
+    "cache_position",
+    "recurrent",  # for the recurrent layers beside us
+}
 
 
 class AttentionStep(Protocol):
@@ -34,6 +42,19 @@ class AttentionStep(Protocol):
         Returns [1, tokens, heads, head_dim].
         """
         ...
+
+
+class NumberedLayers:
+    """An AttentionStep for a model of which only some layers attend. layers: their indices, in the pool's order."""
+
+    def __init__(self, step: AttentionStep, layers: Sequence[int]) -> None:
+        self._step = step
+        self._numbers = {layer: number for number, layer in enumerate(layers)}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        return self._step.attend(self._numbers[layer], query, key, value, scaling, window)
 
 
 class AttentionBackend(Protocol):

@@ -7,7 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from device.upload import upload
 from scheduler.contract import Row
+from scheduler.effects import NO_SLOT
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,7 @@ class Span:
     count: int
     start: int
     blocks: Sequence[int]
+    slot: int = NO_SLOT
 
     @property
     def length(self) -> int:
@@ -30,14 +33,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """token_ids, positions: int64 [1, tokens]. slots: int64 [tokens], see KvPool.
+    """token_ids, positions: int64 [1, tokens]. places: int64 [tokens], see KvPool.
 
     drawn: int64 [rows with a draw], the pack index of each such row's last token.
     """
 
     token_ids: Tensor
     positions: Tensor
-    slots: Tensor
+    places: Tensor
     drawn: Tensor
     spans: tuple[Span, ...]
 
@@ -47,28 +50,21 @@ def pack(rows: Sequence[Row], block_size: int, device: torch.device) -> Batch:
     spans = _spans(rows)
     tokens = np.concatenate([np.asarray(row.tokens, dtype=np.int64) for row in rows])
     positions = np.concatenate([np.arange(s.start, s.length, dtype=np.int64) for s in spans])
-    slots = np.concatenate([_slots(span, block_size) for span in spans])
+    places = np.concatenate([_places(span, block_size) for span in spans])
     drawn = [s.offset + s.count - 1 for s, row in zip(spans, rows, strict=True) if row.draw is not None]
-    n, packed = len(tokens), np.concatenate([tokens, positions, slots, np.asarray(drawn, dtype=np.int64)])
-    on_device = torch.from_numpy(packed).to(device)
-    return Batch(
-        token_ids=on_device[:n].unsqueeze(0),
-        positions=on_device[n : 2 * n].unsqueeze(0),
-        slots=on_device[2 * n : 3 * n],
-        drawn=on_device[3 * n :],
-        spans=spans,
-    )
+    on_device = upload(device, tokens, positions, places, drawn)
+    return Batch(on_device[0].unsqueeze(0), on_device[1].unsqueeze(0), on_device[2], on_device[3], spans)
 
 
 def _spans(rows: Sequence[Row]) -> tuple[Span, ...]:
     spans, offset = [], 0
     for row in rows:
-        spans.append(Span(offset, row.count, row.start, row.blocks))
+        spans.append(Span(offset, row.count, row.start, row.blocks, row.slot))
         offset += row.count
     return tuple(spans)
 
 
-def _slots(span: Span, block_size: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+def _places(span: Span, block_size: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
     first = span.start // block_size
     blocks = np.asarray(span.blocks[first : -(-span.length // block_size)], dtype=np.int64)
     positions = np.arange(span.start, span.length, dtype=np.int64)

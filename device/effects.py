@@ -1,37 +1,50 @@
-"""Effects on one device: what a scheduler asks for between steps, done on the KV pool and the spill store.
+"""Effects on one device: what a scheduler asks for between steps, done on the KV pool, the slots and the spill store.
 
-An effect is checked in full before the pool is touched, so one that is refused has changed no block. All copies go
-through the stream that steps run on, which orders them after the last step and before the next.
+An effect is checked in full before anything is touched, so one that is refused has changed no block and no slot. All
+copies go through the stream that steps run on, which orders them after the last step and before the next.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+import structlog
 import torch
 
-from device.kv_pool import KvPool
+from device.kv_pool import Bytes, KvPool
 from device.spill import SpillStore
-from scheduler.contract import (
+from device.state import SlotState
+from scheduler.contract import DeviceError, Fault
+from scheduler.effects import (
+    NO_SLOT,
+    CompactSlot,
     CopyBlocks,
-    DeviceError,
+    DetachSlot,
     Done,
     DropSequenceState,
     Effect,
     EffectOutcome,
     Exhausted,
-    Fault,
+    MarconiCheckpoint,
     Quiesce,
+    ReleaseSeq,
     RestoreSequenceState,
     Saved,
+    SaveHiddenCatchup,
     SaveSequenceState,
+    SsmSnapshotRestore,
+    SsmSnapshotSave,
 )
+
+_log = structlog.get_logger()
 
 
 class EffectApplier:
     """Applies the effects of one device. Owns `store`."""
 
-    def __init__(self, pool: KvPool, store: SpillStore) -> None:
+    def __init__(self, pool: KvPool, state: SlotState, store: SpillStore) -> None:
         self._pool = pool
+        self._state = state
         self._store = store
 
     def apply(self, effect: Effect) -> EffectOutcome:
@@ -61,24 +74,74 @@ class EffectApplier:
                 self._restore(effect)
             case DropSequenceState(request_id):
                 self._store.drop(request_id)
+            case ReleaseSeq():
+                self._release(effect)
+            case CompactSlot(_, slot, target):
+                self._state.move(slot, target)
+            case DetachSlot():
+                pass  # who owns a slot is the scheduler's to know; the content stays
+            case MarconiCheckpoint():
+                self._checkpoint(effect)
+            case SsmSnapshotSave(_, slot, snapshot):
+                self._check_recurrent(effect)
+                self._state.save(slot, snapshot)
+            case SsmSnapshotRestore(_, slot, snapshot):
+                self._check_recurrent(effect)
+                self._state.restore(snapshot, slot)
+            case SaveHiddenCatchup():
+                raise DeviceError(Fault.UNSUPPORTED, "the model has no multi-token-prediction head")
             case _:
                 raise _failed(f"unknown effect {effect!r}")
         return Done()
 
+    def _release(self, effect: ReleaseSeq) -> None:
+        if effect.slot == NO_SLOT:
+            return
+        try:
+            self._state.zero(effect.slot)
+        except RuntimeError as error:
+            _log.error("slot not zeroed", request_id=effect.request_id, what=effect.what, error=str(error))
+
+    def _checkpoint(self, effect: MarconiCheckpoint) -> None:
+        """What could not be kept is noticed by whoever wants it back, see SlotState."""
+        if not self._state.slot_bytes:
+            return
+        try:
+            self._state.save(effect.slot, effect.snapshot, effect.tokens)
+        except RuntimeError as error:
+            _log.error("checkpoint not made", request_id=effect.request_id, error=str(error))
+
+    def _check_recurrent(self, effect: Effect) -> None:
+        if not self._state.slot_bytes:
+            raise DeviceError(Fault.UNSUPPORTED, f"{type(effect).__name__}: the model has no recurrent state")
+
     def _save(self, effect: SaveSequenceState) -> EffectOutcome:
         self._check_table(effect)
+        if self._state.slot_bytes:
+            self._state.require(effect.slot, effect.tokens)
         if self._store.holds(effect.request_id):
             raise _failed(f"{effect.request_id}: its state is saved already; restore or drop it first")
-        if not self._store.has_room(len(effect.blocks) * self._pool.block_bytes):
+        kv_bytes = len(effect.blocks) * self._pool.block_bytes
+        if not self._store.has_room(kv_bytes + self._state.slot_bytes):
             return Exhausted()
-        size = self._store.put(effect.request_id, effect.tokens, self._pool.read_blocks(effect.blocks))
+        content: Bytes = np.empty(kv_bytes + self._state.slot_bytes, np.uint8)
+        self._pool.read_blocks(effect.blocks, content[:kv_bytes])
+        if self._state.slot_bytes:
+            self._state.read(effect.slot, content[kv_bytes:])
+        size = self._store.put(effect.request_id, effect.tokens, content)
         return Exhausted() if size is None else Saved(size)
 
     def _restore(self, effect: RestoreSequenceState) -> None:
         # Taken out first: the saved state is gone whatever comes after.
-        content = self._store.take(effect.request_id, effect.tokens, len(effect.blocks) * self._pool.block_bytes)
+        kv_bytes = len(effect.blocks) * self._pool.block_bytes
+        content = self._store.take(effect.request_id, effect.tokens, kv_bytes + self._state.slot_bytes)
         self._check_table(effect)
-        self._pool.write_blocks(effect.blocks, content)
+        record = content[kv_bytes:]
+        if self._state.slot_bytes:
+            self._state.check_record(effect.slot, record, effect.tokens)
+        self._pool.write_blocks(effect.blocks, content[:kv_bytes])
+        if self._state.slot_bytes:
+            self._state.write(effect.slot, record, effect.tokens)
 
     def _check_copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, target in pairs:

@@ -1,7 +1,10 @@
 """The KV cache of one device: a pool of blocks, each one contiguous piece of memory.
 
-Layout: [blocks, layers, 2, kv_heads, block_size, head_dim]; index 0 of the third axis is K, 1 is V. A slot is a
-token's place in the pool: block * block_size + offset in the block.
+Layout: [blocks, layers, 2, kv_heads, block_size, head_dim]; index 0 of the third axis is K, 1 is V. A token's place in
+the pool is block * block_size + offset in the block.
+
+The records of the slots (device/state.py) lie behind the last block in the same allocation, so that a transport, which
+knows one flat piece of memory, moves them like blocks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,9 +16,17 @@ import torch
 from torch import Tensor
 
 from device.errors import DeviceSetupError
+from scheduler.contract import DeviceError, Fault
 
 Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
 """Flat host memory."""
+ALIGNMENT = 64
+"""Bytes. Where a record begins, and each tensor in it: what vector loads and RDMA like."""
+
+
+def aligned(size: int) -> int:
+    """`size` rounded up to the next multiple of ALIGNMENT."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +56,23 @@ class KvGeometry:
 
 
 class KvPool:
-    """The pool's tensor, and the ways into it: write tokens, gather blocks, whole blocks in and out, raw bytes."""
+    """The pool's tensor, and the ways into it: write tokens, gather blocks, whole blocks in and out, raw bytes.
 
-    def __init__(self, geometry: KvGeometry, total_blocks: int, device: torch.device) -> None:
+    slot_memory: the records of the slots, uint8 [slots, slot_bytes], all zeros at first.
+    """
+
+    def __init__(
+        self, geometry: KvGeometry, total_blocks: int, device: torch.device, slots: int = 0, slot_bytes: int = 0
+    ) -> None:
         g = geometry
         shape = (total_blocks, g.layers, 2, g.kv_heads, g.block_size, g.head_dim)
+        kv_bytes, records = total_blocks * g.block_bytes, slots * slot_bytes
+        self._first_slot = aligned(kv_bytes) if records else kv_bytes
         # Zeros, not whatever was there: a masked position still meets V in 0 * V, and 0 * NaN is NaN.
-        self.tensor = torch.zeros(shape, dtype=g.dtype, device=device)
+        self._memory = torch.zeros(self._first_slot + records, dtype=torch.uint8, device=device)
+        self._blocks = self._memory[:kv_bytes].view(total_blocks, g.block_bytes)
+        self.tensor = self._memory[:kv_bytes].view(g.dtype).view(shape)
+        self.slot_memory = self._memory[self._first_slot :].view(slots, slot_bytes)
         self.geometry = geometry
         self.total_blocks = total_blocks
         pages_per_layer = 2 * g.kv_heads
@@ -70,22 +91,29 @@ class KvPool:
         return self.geometry.block_bytes
 
     def bytes_view(self) -> Any:
-        """The pool as flat bytes, sharing its memory; block b is bytes [b * block_bytes, (b + 1) * block_bytes).
+        """The pool as flat bytes, sharing its memory; block b is bytes [b * block_bytes, (b + 1) * block_bytes), slot s
+        is slot_bytes bytes from `slot_offset(s)` on.
 
         A numpy uint8 array on a CPU; on CUDA a uint8 tensor, which has `__cuda_array_interface__`.
         """
-        flat = self.tensor.view(-1).view(torch.uint8)
-        return flat.numpy() if self.device.type == "cpu" else flat
+        return self._memory.numpy() if self.device.type == "cpu" else self._memory
 
-    def slot_index(self, slots: Tensor) -> Tensor:
-        """Where `write` puts tokens. slots: int64 [tokens]. Returns int64 [2, tokens * kv_heads]."""
+    def slot_offset(self, slot: int) -> int:
+        """Where a slot's record begins in `bytes_view`. Raises DeviceError(EFFECT) for a slot that isn't there."""
+        slots, slot_bytes = self.slot_memory.shape
+        if not 0 <= slot < slots:
+            raise DeviceError(Fault.EFFECT, f"slot {slot}: this device has {slots} slots")
+        return self._first_slot + slot * slot_bytes
+
+    def place_index(self, places: Tensor) -> Tensor:
+        """Where `write` puts tokens. places: int64 [tokens]. Returns int64 [2, tokens * kv_heads]."""
         g = self.geometry
-        block, offset = slots // g.block_size, slots % g.block_size
+        block, offset = places // g.block_size, places % g.block_size
         page = (block * (g.layers * 2 * g.kv_heads)).view(1, -1, 1) + self._first_pages().view(2, 1, g.kv_heads)
         return (page * g.block_size + offset.view(1, -1, 1)).view(2, -1)
 
     def write(self, layer: int, index: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store new K and V. index: from `slot_index`; key, value: [tokens, kv_heads, head_dim]."""
+        """Store new K and V. index: from `place_index`; key, value: [tokens, kv_heads, head_dim]."""
         tokens, head_dim = self._tokens[layer], self.geometry.head_dim
         tokens.index_copy_(0, index[0], key.reshape(-1, head_dim))
         tokens.index_copy_(0, index[1], value.reshape(-1, head_dim))
@@ -108,27 +136,26 @@ class KvPool:
         for source, target in pairs:
             self.tensor[target].copy_(self.tensor[source])
 
-    def read_blocks(self, blocks: Sequence[int]) -> Bytes:
-        """The content of `blocks`, one after another, in host memory when this returns.
+    def read_blocks(self, blocks: Sequence[int], into: Bytes) -> None:
+        """Put the content of `blocks`, one after another, into host memory; it is there when this returns.
 
         Block by block into pageable memory: no room is needed on the device, and none stays pinned on the host.
         """
-        host = torch.empty((len(blocks), *self.tensor.shape[1:]), dtype=self.geometry.dtype)
-        for own, block in zip(host, blocks, strict=True):
-            own.copy_(self.tensor[block])
-        content: Bytes = host.view(-1).view(torch.uint8).numpy()
-        return content
+        for own, block in zip(self._rows_of(into), blocks, strict=True):
+            own.copy_(self._blocks[block])
 
     def write_blocks(self, blocks: Sequence[int], content: Bytes) -> None:
         """The reverse of `read_blocks`; `content` may be reused when this returns."""
-        host = torch.from_numpy(content).view(self.geometry.dtype).view(len(blocks), *self.tensor.shape[1:])
-        for own, block in zip(host, blocks, strict=True):
-            self.tensor[block].copy_(own)
+        for own, block in zip(self._rows_of(content), blocks, strict=True):
+            self._blocks[block].copy_(own)
 
     def scrub(self, blocks: list[int]) -> None:
         """Replace what is not finite in `blocks` by zeros, so that it cannot reach their next owner."""
         ids = torch.tensor(blocks, dtype=torch.int64, device=self.device)
         self.tensor[ids] = self.tensor[ids].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def _rows_of(self, content: Bytes) -> Tensor:
+        return torch.from_numpy(content).view(-1, self.block_bytes)
 
     def _first_pages(self) -> Tensor:
         return torch.arange(2 * self.geometry.kv_heads, dtype=torch.int64, device=self.device)

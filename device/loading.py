@@ -6,26 +6,34 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from device.attention import HOOK
 from device.cpu_linear import can_pack, pack_linears
 from device.digest import model_digest
 from device.errors import DeviceSetupError, ModelUnsupported
+from device.probe import probe
 from device.quiet import no_progress_bars
+from device.recurrent import RecurrentLayer, route_mixer
 
 DTYPES = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32}
-_LAYERS_WE_RUN = {"full_attention", "sliding_attention"}
+_RECURRENT = "linear_attention"
+"""What transformers calls the layers whose state does not grow with the sequence."""
+_LAYERS_WE_RUN = {"full_attention", "sliding_attention", _RECURRENT}
 _ROPE_BY_LENGTH = {"dynamic", "longrope"}
 """Their angles depend on the longest sequence of a batch, so a sequence would depend on its neighbours."""
-_PROBE_TOKENS = 2
+_NO_LIMIT = (0.0, float("inf"))
+"""Of Mamba-2's time steps. Another one is kept by transformers in chunks but not in single tokens, so where a prompt is
+cut would change the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is ready to run. module: a transformers causal LM in eval mode, without gradients."""
+    """A model that is ready to run. module: a transformers causal LM in eval mode, without gradients.
+
+    layers: those that have KV; attention_layers: their indices in the model, in the order of the KV pool's layers.
+    recurrent: the other layers and what they keep per sequence; empty for a plain transformer.
+    """
 
     module: Any
     digest: str
@@ -36,28 +44,8 @@ class LoadedModel:
     head_dim: int
     vocab_size: int
     max_positions: int
-
-
-@dataclass(frozen=True, slots=True)
-class _SeenLayer:
-    layer: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-
-
-class _Probe:
-    """An AttentionStep that notes what each layer asks for."""
-
-    def __init__(self) -> None:
-        self.seen: list[_SeenLayer] = []
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
-        self.seen.append(_SeenLayer(layer, key.shape[1], key.shape[-1], value.shape[-1]))
-        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-        return out.transpose(1, 2)
+    attention_layers: tuple[int, ...]
+    recurrent: tuple[RecurrentLayer, ...]
 
 
 def load_model(folder: Path, device: str, dtype: str) -> LoadedModel:
@@ -73,17 +61,21 @@ def load_model(folder: Path, device: str, dtype: str) -> LoadedModel:
     if can_pack(target, torch_dtype):
         pack_linears(module)
     text = config.get_text_config()
-    layers = _probe(module, target, text.num_hidden_layers)
+    recurrent = _recurrent_layers(text)
+    _route_recurrent(module, recurrent)
+    probed = probe(module, target, text.num_hidden_layers, recurrent)
     return LoadedModel(
         module=module,
         digest=model_digest(folder),
         device=target,
         dtype=torch_dtype,
-        layers=text.num_hidden_layers,
-        kv_heads=layers.kv_heads,
-        head_dim=layers.head_dim,
+        layers=len(probed.attention_layers),
+        kv_heads=probed.kv_heads,
+        head_dim=probed.head_dim,
         vocab_size=text.vocab_size,
         max_positions=_positions(text),
+        attention_layers=probed.attention_layers,
+        recurrent=probed.recurrent,
     )
 
 
@@ -125,9 +117,13 @@ def _refuse(config: Any) -> None:
         reasons.append("an encoder-decoder")
     if getattr(text, "kv_lora_rank", None):
         reasons.append("multi-head latent attention")
-    others = sorted(set(getattr(text, "layer_types", None) or ()) - _LAYERS_WE_RUN)
-    if others:
+    types = set(getattr(text, "layer_types", None) or ())
+    if others := sorted(types - _LAYERS_WE_RUN):
         reasons.append(f"layers of type {', '.join(others)}")
+    if types == {_RECURRENT}:
+        reasons.append("no attention layers")
+    if tuple(getattr(text, "time_step_limit", None) or _NO_LIMIT) != _NO_LIMIT:
+        reasons.append("a limit on time steps")
     rope = sorted(_rope_types(getattr(text, "rope_parameters", None)) & _ROPE_BY_LENGTH)
     if rope:
         reasons.append(f"rotary embeddings of type {', '.join(rope)}")
@@ -150,6 +146,18 @@ def _rope_types(parameters: Any) -> set[str]:
     return own.union(*(_rope_types(value) for value in parameters.values()))
 
 
+def _recurrent_layers(text: Any) -> frozenset[int]:
+    types = getattr(text, "layer_types", None) or ()
+    return frozenset(index for index, kind in enumerate(types) if kind == _RECURRENT)
+
+
+def _route_recurrent(module: Any, layers: frozenset[int]) -> None:
+    """Recurrent layers are known by their convolution: the decoder layer around them may have their index too."""
+    for part in module.modules():
+        if getattr(part, "layer_idx", None) in layers and hasattr(part, "conv1d"):
+            route_mixer(part)
+
+
 def _load(folder: Path, dtype: torch.dtype) -> Any:
     no_progress_bars()
     try:
@@ -165,22 +173,3 @@ def _move(module: Any, device: torch.device) -> Any:
         return module.to(device)
     except torch.OutOfMemoryError as error:
         raise DeviceSetupError(f"the weights do not fit on {device}; free its memory or take another") from error
-
-
-@torch.inference_mode()
-def _probe(module: Any, device: torch.device, layers: int) -> _SeenLayer:
-    """Run two tokens through the model and check that every layer is attention of one and the same shape."""
-    kind, probe = type(module).__name__, _Probe()
-    ids = torch.arange(_PROBE_TOKENS, device=device).unsqueeze(0)
-    try:
-        module(input_ids=ids, position_ids=ids, use_cache=False, paged=probe)
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
-        raise ModelUnsupported(f"{kind} cannot be called with our attention: {error}") from error
-    missing = sorted(set(range(layers)) - {seen.layer for seen in probe.seen})
-    if missing:
-        raise ModelUnsupported(f"{kind}: layers {missing} do not attend through transformers' attention interface")
-    shapes = {(seen.kv_heads, seen.head_dim, seen.value_dim) for seen in probe.seen}
-    first = probe.seen[0]
-    if len(shapes) > 1 or first.head_dim != first.value_dim:
-        raise ModelUnsupported(f"{kind}: its layers cache K and V of different shapes: {sorted(shapes)}")
-    return first

@@ -1,12 +1,20 @@
 """Whether a plan can run, asked before the device is touched: a bad plan must not write into another's blocks."""
 
 from collections.abc import Sequence
+from math import inf
 
-from scheduler.contract import Decode, DeviceError, DeviceFacts, Draw, Fault, Row, StepPlan
+from scheduler.contract import Decode, DeviceError, DeviceFacts, Draw, Fault, KvExhausted, Row, StepPlan
+from scheduler.effects import NO_SLOT
+from scheduler.request import SamplingParams
+
+REPETITION_PENALTY = (0.01, 100.0)
+"""The least and the most that is allowed: far from where a penalised logit would overflow and fail its whole step."""
+LARGEST_PENALTY = 2.0
+"""Of presence and frequency, either way, as in OpenAI's API."""
 
 
 def check_plan(plan: StepPlan, facts: DeviceFacts) -> None:
-    """Raise DeviceError(FORWARD) with the first thing that is wrong."""
+    """Raise DeviceError(FORWARD), KvExhausted for a table that is too short, with the first thing that is wrong."""
     if not plan.rows:
         raise _wrong("the plan has no rows")
     written: dict[int, str] = {}
@@ -20,6 +28,7 @@ def check_plan(plan: StepPlan, facts: DeviceFacts) -> None:
             if block in written:
                 raise _wrong(f"{row.request_id} and {written[block]} would both write block {block}")
             written[block] = row.request_id
+    _check_slots(plan.rows, facts)
 
 
 def _check_row(row: Row, facts: DeviceFacts) -> None:
@@ -32,9 +41,23 @@ def _check_row(row: Row, facts: DeviceFacts) -> None:
         raise _wrong(f"{row.request_id}: the row ends at position {end}, {len(row.known)} tokens are known")
     used = _blocks_used(row, facts)
     if used > len(row.blocks):
-        raise _wrong(f"{row.request_id}: {end} positions need {used} blocks, the table has {len(row.blocks)}")
+        raise KvExhausted(f"{row.request_id}: {end} positions need {used} blocks, the table has {len(row.blocks)}")
     _check_ids(row, "block", row.blocks[:used], facts.total_blocks)
     _check_ids(row, "token", row.tokens, facts.vocab_size)
+
+
+def _check_slots(rows: Sequence[Row], facts: DeviceFacts) -> None:
+    """A step changes the slot of each row, which may do without one unless the model has recurrent state."""
+    owners: dict[int, str] = {}
+    for row in rows:
+        if row.slot == NO_SLOT and not facts.slot_bytes:
+            continue
+        if not 0 <= row.slot < facts.slots:
+            needed = ", and the model needs one" if row.slot == NO_SLOT else ""
+            raise _wrong(f"{row.request_id}: slot {row.slot} is outside 0 to {facts.slots - 1}{needed}")
+        if row.slot in owners:
+            raise _wrong(f"{row.request_id} and {owners[row.slot]} have the same slot {row.slot}")
+        owners[row.slot] = row.request_id
 
 
 def _blocks_used(row: Row, facts: DeviceFacts) -> int:
@@ -45,13 +68,21 @@ def _check_draw(row: Row, draw: Draw, vocab_size: int) -> None:
     params = draw.params
     if row.end != len(row.known):
         raise _wrong(f"{row.request_id}: the token at position {row.end} is drawn, but it is known")
-    in_range = params.temperature >= 0 and 0 < params.top_p <= 1 and params.top_k >= 0
-    if not in_range or not params.repetition_penalty > 0:
+    in_range = 0 <= params.temperature < inf and 0 < params.top_p <= 1 and params.top_k >= 0
+    if not in_range or not _penalties_in_range(params):
         raise _wrong(f"{row.request_id}: sampling parameters out of range: {params}")
     if draw.suppress:
         _check_ids(row, "suppressed token", tuple(draw.suppress), vocab_size)
-    if params.repetition_penalty != 1:
-        _check_ids(row, "history token", row.history, vocab_size)
+
+
+def _penalties_in_range(params: SamplingParams) -> bool:
+    lowest, highest = REPETITION_PENALTY
+    largest = LARGEST_PENALTY
+    return (
+        lowest <= params.repetition_penalty <= highest
+        and -largest <= params.presence_penalty <= largest
+        and -largest <= params.frequency_penalty <= largest
+    )
 
 
 def _check_ids(row: Row, what: str, ids: Sequence[int], limit: int) -> None:

@@ -5,36 +5,27 @@ from pathlib import Path
 
 import structlog
 import torch
-from torch import Tensor
 
 import device.torch_attention  # noqa: F401 (registers the "torch" back end)
 from device.attention import AttentionBackend, attention_backend
-from device.batch import pack
+from device.copy_lane import open_copy_lane
 from device.effects import EffectApplier
 from device.errors import DeviceSetupError
 from device.kv_pool import KvGeometry, KvPool
 from device.loading import LoadedModel, dtype_name, load_model
+from device.model_runner import ModelRunner
 from device.plan_check import check_plan
-from device.sampler import NotFiniteError, draw_tokens
+from device.router_effects import RouterEffects, Stop
 from device.spill import SpillStore, open_store
-from scheduler.contract import (
-    DeviceError,
-    DeviceFacts,
-    DeviceIo,
-    Effect,
-    EffectOutcome,
-    Fault,
-    Row,
-    StepPlan,
-    StepResult,
-    Ticket,
-)
+from device.state import SlotLayout, SlotState
+from scheduler.adapters import AdapterFacts, LoraCommand
+from scheduler.contract import DecodeFed, DeviceError, DeviceFacts, DeviceIo, Fault, StepPlan, StepResult
+from scheduler.effects import Effect, EffectOutcome, Ticket
 
 CPU_KV_BYTES = 1 << 30
 """The pool on a CPU when nothing was asked for."""
 CUDA_KV_FRACTION = 0.85
 """The share of the memory left beside the weights that the pool takes on CUDA when nothing was asked for."""
-_TICKETS = 1 << 32
 _log = structlog.get_logger()
 
 
@@ -50,13 +41,17 @@ def build_sync_router(
     max_model_len: int | None,
     spill_bytes: int = 0,
     spill_path: Path | None = None,
+    slots: int = 0,
+    snapshots: int = 0,
+    mirrors: Sequence[Stop] = (),
 ) -> "SyncRouter":
     """Load the model in `folder` and give it a KV pool.
 
     device: "cpu", "cuda", "cuda:0", ...; dtype: "auto" (bf16), "bf16", "fp32"; attention: "torch".
     total_blocks wins over kv_bytes; with neither, see CPU_KV_BYTES and CUDA_KV_FRACTION.
     max_model_len: positions per sequence; None: as many as the model has.
-    spill_bytes, spill_path: see `open_store`.
+    spill_bytes, spill_path: see `open_store`. slots, snapshots: see DeviceFacts; a model without recurrent state has
+    no use for snapshots, and one with it none for a device without slots. mirrors: see RouterEffects.
 
     Raises ModelUnsupported, DeviceSetupError.
     """
@@ -64,28 +59,39 @@ def build_sync_router(
         raise DeviceSetupError(f"block size {block_size} and {total_blocks} blocks: both must be at least 1")
     backend = attention_backend(attention)
     model = load_model(folder, device, dtype)
+    layout = _slot_layout(model, slots, snapshots)
     geometry = KvGeometry(model.layers, model.kv_heads, model.head_dim, block_size, model.dtype)
-    blocks = total_blocks or geometry.blocks_in(kv_bytes if kv_bytes is not None else _kv_budget(model.device))
-    pool = _allocate(geometry, blocks, model.device)
-    facts = _facts(name, attention, model, pool, _positions(model, max_model_len))
+    records = (slots + snapshots) * layout.slot_bytes
+    budget = kv_bytes if kv_bytes is not None else _kv_budget(model.device) - records
+    blocks = total_blocks or geometry.blocks_in(budget)
+    pool, state = _allocate(geometry, blocks, model.device, layout, slots, snapshots)
+    facts = _facts(name, attention, model, pool, state, _positions(model, max_model_len))
     store = open_store(spill_bytes, spill_path, facts)
     _log.info("device ready", model=name, device=facts.device, dtype=facts.dtype, blocks=blocks)
-    return SyncRouter(model, pool, backend, facts, store)
+    return SyncRouter(model, pool, state, backend, facts, store, mirrors)
 
 
 class SyncRouter(DeviceIo):
     """See DeviceIo. Depth 1; holds at most one settled result that nobody has asked for yet."""
 
     def __init__(
-        self, model: LoadedModel, pool: KvPool, backend: AttentionBackend, facts: DeviceFacts, store: SpillStore
+        self,
+        model: LoadedModel,
+        pool: KvPool,
+        state: SlotState,
+        backend: AttentionBackend,
+        facts: DeviceFacts,
+        store: SpillStore,
+        mirrors: Sequence[Stop] = (),
     ) -> None:
-        self._model: LoadedModel | None = model
+        self._runner: ModelRunner | None = ModelRunner(model, pool, state, backend, facts)
         self._pool: KvPool | None = pool
-        self._effects: EffectApplier | None = EffectApplier(pool, store)
-        self._backend = backend
+        self._effects: RouterEffects | None = RouterEffects(
+            EffectApplier(pool, state, store), open_copy_lane(model.device), mirrors
+        )
         self._facts = facts
         self._device = model.device
-        self._next_ticket = 0
+        self._launched = 0
         self._settled: StepResult | None = None
 
     @property
@@ -95,6 +101,20 @@ class SyncRouter(DeviceIo):
             raise _torn_down()
         return self._pool
 
+    @property
+    def runner(self) -> ModelRunner:
+        """What computes the steps. Raises DeviceError(EFFECT) after `teardown`."""
+        if self._runner is None:
+            raise _torn_down()
+        return self._runner
+
+    @property
+    def effects(self) -> RouterEffects:
+        """Raises DeviceError(EFFECT) after `teardown`."""
+        if self._effects is None:
+            raise _torn_down()
+        return self._effects
+
     def facts(self) -> DeviceFacts:
         return self._facts
 
@@ -102,15 +122,20 @@ class SyncRouter(DeviceIo):
         return 1
 
     def launch(self, plan: StepPlan) -> Ticket:
-        """See DeviceIo. An earlier result that was not awaited is dropped."""
-        if self._model is None:
-            raise _torn_down()
+        """See DeviceIo. An earlier result that was not awaited is dropped. A fed step is a DeviceError(FORWARD)."""
+        runner, effects = self.runner, self.effects
+        if isinstance(plan, DecodeFed):
+            raise DeviceError(Fault.FORWARD, "a fed step: this router settles each step before the next")
         check_plan(plan, self._facts)
         self._settled = None
-        logits = self._forward(plan.rows)
-        tokens = self._draw(plan.rows, logits)
-        ticket = Ticket(self._next_ticket)
-        self._next_ticket = (self._next_ticket + 1) % _TICKETS
+        effects.drop_logits()
+        step = runner.pack(plan.rows)
+        effects.lane.before_step()
+        logits = runner.forward(step)
+        tokens = runner.read(step, runner.draw(step, logits).tolist())
+        ticket = Ticket(self._launched)
+        self._launched += 1
+        effects.keep_logits(ticket, step, logits)
         self._settled = StepResult(ticket, tokens)
         return ticket
 
@@ -123,55 +148,18 @@ class SyncRouter(DeviceIo):
         return settled
 
     def apply(self, effect: Effect) -> EffectOutcome:
-        if self._effects is None:
-            raise _torn_down()
-        return self._effects.apply(effect)
+        return self.effects.apply(effect)
+
+    def lora(self, command: LoraCommand) -> tuple[AdapterFacts, ...]:
+        return self.runner.adapters.apply(command)
 
     def teardown(self) -> None:
         """See DeviceIo. The spill store goes with it, and all that it holds."""
         if self._effects is not None:
             self._effects.close()
-        self._model = self._pool = self._effects = self._settled = None
+        self._runner = self._pool = self._effects = self._settled = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-
-    @torch.inference_mode()
-    def _forward(self, rows: Sequence[Row]) -> Tensor:
-        """Compute the rows' KV; returns the logits of the rows with a draw, [rows with a draw, vocabulary]."""
-        assert self._model is not None
-        try:
-            batch = pack(rows, self._facts.block_size, self._device)
-            out = self._model.module(
-                input_ids=batch.token_ids,
-                position_ids=batch.positions,
-                use_cache=False,
-                logits_to_keep=batch.drawn,
-                paged=self._backend.plan(self.pool, batch),
-            )
-        except Exception as error:
-            raise DeviceError(Fault.FORWARD, f"{type(error).__name__}: {error}") from error
-        logits: Tensor = out.logits[0]
-        return logits
-
-    @torch.inference_mode()
-    def _draw(self, rows: Sequence[Row], logits: Tensor) -> tuple[int | None, ...]:
-        drawn = [(row, row.draw) for row in rows if row.draw is not None]
-        try:
-            tokens = iter(draw_tokens(logits, drawn))
-        except NotFiniteError as error:
-            self._scrub(rows)
-            raise DeviceError(
-                Fault.READBACK, f"{drawn[error.row][0].request_id}: its logits are not finite; the model overflowed"
-            ) from error
-        except RuntimeError as error:
-            raise DeviceError(Fault.READBACK, f"{type(error).__name__}: {error}") from error
-        return tuple(None if row.draw is None else next(tokens) for row in rows)
-
-    def _scrub(self, rows: Sequence[Row]) -> None:
-        """A masked NaN still spoils a sum, so none may stay behind in blocks that others will own."""
-        size = self._facts.block_size
-        used = {block for row in rows for block in row.blocks[: -(-row.end // size)]}
-        self.pool.scrub(sorted(used))
 
 
 def _torn_down() -> DeviceError:
@@ -185,12 +173,24 @@ def _kv_budget(device: torch.device) -> int:
     return int(free * CUDA_KV_FRACTION)
 
 
-def _allocate(geometry: KvGeometry, blocks: int, device: torch.device) -> KvPool:
+def _slot_layout(model: LoadedModel, slots: int, snapshots: int) -> SlotLayout:
+    if slots < 0 or snapshots < 0:
+        raise DeviceSetupError(f"{slots} slots and {snapshots} snapshots: give 0 for none, or how many")
+    if model.recurrent and not slots:
+        raise DeviceSetupError("the model has recurrent state, which needs slots: give one for each running sequence")
+    return SlotLayout([tensor for layer in model.recurrent for tensor in (layer.convolution, layer.recurrent)])
+
+
+def _allocate(
+    geometry: KvGeometry, blocks: int, device: torch.device, layout: SlotLayout, slots: int, snapshots: int
+) -> tuple[KvPool, SlotState]:
     try:
-        return KvPool(geometry, blocks, device)
+        pool = KvPool(geometry, blocks, device, slots, layout.slot_bytes)
+        return pool, SlotState(layout, pool.slot_memory, snapshots)
     except RuntimeError as error:
         raise DeviceSetupError(
-            f"{blocks} KV blocks of {geometry.block_bytes} bytes do not fit on {device}; lower the budget"
+            f"{blocks} KV blocks of {geometry.block_bytes} bytes, {slots} slots and {snapshots} snapshots of"
+            f" {layout.slot_bytes} bytes do not fit on {device}; lower the budget or their number"
         ) from error
 
 
@@ -202,7 +202,9 @@ def _positions(model: LoadedModel, wanted: int | None) -> int:
     return wanted
 
 
-def _facts(name: str, attention: str, model: LoadedModel, pool: KvPool, positions: int) -> DeviceFacts:
+def _facts(
+    name: str, attention: str, model: LoadedModel, pool: KvPool, state: SlotState, positions: int
+) -> DeviceFacts:
     return DeviceFacts(
         model=name,
         model_digest=model.digest,
@@ -217,4 +219,8 @@ def _facts(name: str, attention: str, model: LoadedModel, pool: KvPool, position
         total_blocks=pool.total_blocks,
         block_bytes=pool.block_bytes,
         max_model_len=positions,
+        slots=state.slots,
+        slot_bytes=state.slot_bytes,
+        first_slot=pool.slot_offset(0) if state.slots and state.slot_bytes else 0,
+        snapshots=state.snapshots,
     )

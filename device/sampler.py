@@ -5,44 +5,33 @@ apart by the order in which a sort left them: a row's token depends on its own l
 """
 
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from scheduler.contract import Draw, Row
+from device.draws import Drawn, has_penalty
+from device.penalties import Penalties
+from device.upload import upload
 from scheduler.request import SamplingParams
-
-Drawn: TypeAlias = tuple[Row, Draw]
-"""A row and its draw."""
 
 HEAD = 1024
 """How many of the likeliest tokens are looked at before a row is sorted in full."""
-_NO_TOKEN = -1
+NO_TOKEN = -1
+"""Stands for the token of a row whose logits hold a NaN, or nothing but minus infinity."""
 _KEY_MASK = (1 << 64) - 1
 
 
-class NotFiniteError(ArithmeticError):
-    """No token can be drawn: the logits of row `row` hold a NaN, or nothing but minus infinity."""
+def draw_ids(logits: Tensor, drawn: Sequence[Drawn], penalties: Penalties, fed: Tensor | None = None) -> Tensor:
+    """One token per row, int64 [rows] on the device of the logits, NO_TOKEN where none can be drawn.
 
-    def __init__(self, row: int) -> None:
-        super().__init__(f"row {row} of the logits is not finite")
-        self.row = row
-
-
-def draw_tokens(logits: Tensor, drawn: Sequence[Drawn]) -> list[int]:
-    """One token per row. logits: [rows, vocabulary], any float dtype, not modified. Raises NotFiniteError."""
-    if not drawn:
-        return []
-    changed = [i for i, (_, draw) in enumerate(drawn) if _changes_logits(draw)]
-    sampled = [i for i, (_, draw) in enumerate(drawn) if not draw.params.is_greedy]
-    tokens = _likeliest(logits)
-    if changed or sampled:
-        _redraw(tokens, logits, drawn, sorted({*changed, *sampled}))
-    ids: list[int] = tokens.tolist()
-    if _NO_TOKEN in ids:
-        raise NotFiniteError(ids.index(_NO_TOKEN))
+    logits: [rows, vocabulary], any float dtype, not modified. fed: int64 [rows], the newest id of each row that is fed;
+    others are not read. Raises DeviceError(READBACK), see `Penalties.apply`.
+    """
+    special = [i for i, row in enumerate(drawn) if not _is_plain(row)]
+    ids = _likeliest(logits)
+    if special:
+        _redraw(ids, logits, drawn, special, penalties, fed)
     return ids
 
 
@@ -51,53 +40,54 @@ def uniform(seed: int, position: int) -> float:
     return float(np.random.Generator(np.random.Philox(key=seed & _KEY_MASK, counter=position)).random())
 
 
-def _changes_logits(draw: Draw) -> bool:
-    return bool(draw.suppress) or draw.params.repetition_penalty != 1.0
+def _is_plain(row: Drawn) -> bool:
+    """Whether the likeliest token is the answer."""
+    params = row.draw.params
+    return params.is_greedy and not row.draw.suppress and not has_penalty(params)
 
 
 def _likeliest(logits: Tensor) -> Tensor:
     # `max` is several times as fast as `argmax` on a CPU; both answer the first of equals.
     best, ids = logits.max(dim=-1)
-    return torch.where(best > float("-inf"), ids, _NO_TOKEN)
+    return torch.where(best > float("-inf"), ids, NO_TOKEN)
 
 
-def _redraw(tokens: Tensor, logits: Tensor, drawn: Sequence[Drawn], rows: list[int]) -> None:
+def _redraw(
+    ids: Tensor, logits: Tensor, drawn: Sequence[Drawn], rows: list[int], penalties: Penalties, fed: Tensor | None
+) -> None:
     """Put right the rows for which the plain maximum is not the answer."""
     own = [drawn[i] for i in rows]
-    index = torch.tensor(rows, device=logits.device)
-    adjusted = logits[index].float()
-    for scores, (row, draw) in zip(adjusted, own, strict=True):
-        _penalise(scores, row, draw)
-    tokens[index] = _likeliest(adjusted)
-    sampled = [i for i, (_, draw) in enumerate(own) if not draw.params.is_greedy]
+    (index,) = upload(logits.device, rows)
+    scores = logits.index_select(0, index).float()
+    _adjust(scores, own, penalties, None if fed is None else fed[index])
+    ids[index] = _likeliest(scores)
+    sampled = [i for i, row in enumerate(own) if not row.draw.params.is_greedy]
     if sampled:
-        chosen = torch.tensor(sampled, device=logits.device)
-        tokens[index[chosen]] = _sample(adjusted[chosen], [own[i] for i in sampled])
+        (chosen,) = upload(logits.device, sampled)
+        ids[index[chosen]] = _sample(scores[chosen], [own[i] for i in sampled])
 
 
-def _penalise(scores: Tensor, row: Row, draw: Draw) -> None:
-    """In place. scores: [vocabulary]. A penalty divides a positive one and multiplies a negative one, once per id."""
-    penalty = draw.params.repetition_penalty
-    if penalty != 1.0:
-        seen = torch.tensor(sorted(set(row.history)), device=scores.device)
-        before = scores[seen]
-        scores[seen] = torch.where(before > 0, before / penalty, before * penalty)
-    if draw.suppress:
-        scores[torch.tensor(sorted(draw.suppress), device=scores.device)] = float("-inf")
+def _adjust(scores: Tensor, drawn: Sequence[Drawn], penalties: Penalties, fed: Tensor | None) -> None:
+    """Penalties, then what is suppressed, in place. scores: float32 [rows, vocabulary]."""
+    penalties.apply(scores, drawn, fed)
+    suppressed = [(i, token) for i, row in enumerate(drawn) for token in row.draw.suppress]
+    if suppressed:
+        row, token = upload(scores.device, *zip(*suppressed, strict=True))
+        scores.index_put_((row, token), scores.new_full((), float("-inf")))
 
 
 def _sample(logits: Tensor, drawn: Sequence[Drawn]) -> Tensor:
     """logits: float32 [rows, vocabulary]. Returns int64 [rows]."""
-    params = [draw.params for _, draw in drawn]
+    params = [row.draw.params for row in drawn]
     temperature = _column([own.temperature for own in params], logits.device)
     probs = (logits.double() / temperature).softmax(dim=-1)
     filtered = [i for i, own in enumerate(params) if _filters(own, probs.shape[-1])]
     if filtered:
-        index = torch.tensor(filtered, device=logits.device)
+        (index,) = upload(logits.device, filtered)
         kept = probs[index]
         cut = _cutoffs(kept, [params[i] for i in filtered])
         probs[index] = kept.where(kept >= cut, 0.0)
-    numbers = [uniform(draw.params.seed, row.end) for row, draw in drawn]
+    numbers = [uniform(row.draw.params.seed, row.position) for row in drawn]
     return _invert(probs, _column(numbers, logits.device))
 
 
@@ -139,8 +129,8 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     cumulative = weights.cumsum(dim=-1)
     total = cumulative[:, -1:]
     ids = torch.searchsorted(cumulative, uniforms * total, right=True)
-    return torch.where(total > 0, ids, _NO_TOKEN)[:, 0]
+    return torch.where(total > 0, ids, NO_TOKEN)[:, 0]
 
 
 def _column(values: Sequence[float], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(1)
+    return upload(device, values, dtype=np.float64)[0].unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Where the KV of preempted sequences waits until they run again."""
+"""Where the state of preempted sequences waits until they run again: their blocks' bytes, then their slot's record."""
 
 from pathlib import Path
 from typing import Protocol
@@ -12,7 +12,7 @@ from scheduler.ids import RequestId
 
 
 class SpillStore(Protocol):
-    """Block contents by request, up to a limit in bytes. What fails is a DeviceError(EFFECT)."""
+    """Contents by request, up to a limit in bytes. What fails is a DeviceError(EFFECT)."""
 
     def holds(self, request_id: RequestId) -> bool: ...
 

@@ -1,6 +1,6 @@
 """A spill store of files, one per sequence.
 
-    magic 8 | version 2 | header length 4 | header (MessagePack) | the blocks' bytes
+    magic 8 | version 2 | header length 4 | header (MessagePack) | the blocks' bytes | the slot's record
 
 A file is written under another name and renamed. It is read back whole, and handed out only if every field of the
 header is what this process would write now and the bytes have the header's checksum.
@@ -23,18 +23,19 @@ from scheduler.contract import DeviceError, DeviceFacts, Fault
 from scheduler.ids import RequestId
 
 MAGIC = b"prelaykv"
-VERSION = 1
+VERSION = 2
 _PREFIX = struct.Struct("<8sHI")
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """size: of the blocks' bytes. checksum: their CRC-32."""
+    """size: of the blocks' bytes and the slot's record, which takes the last slot_bytes. checksum: their CRC-32."""
 
     request_id: str
     tokens: int
     size: int
     block_bytes: int
+    slot_bytes: int
     dtype: str
     model_digest: str
     checksum: int
@@ -108,7 +109,16 @@ class DiskStore:
 
     def _header(self, request_id: RequestId, tokens: int, size: int, checksum: int) -> _Header:
         facts = self._facts
-        return _Header(request_id, tokens, size, facts.block_bytes, facts.dtype, facts.model_digest, checksum)
+        return _Header(
+            request_id=request_id,
+            tokens=tokens,
+            size=size,
+            block_bytes=facts.block_bytes,
+            slot_bytes=facts.slot_bytes,
+            dtype=facts.dtype,
+            model_digest=facts.model_digest,
+            checksum=checksum,
+        )
 
 
 def _encode(header: _Header) -> bytes:
@@ -130,7 +140,7 @@ def _write(path: Path, head: bytes, content: Bytes) -> None:
 
 
 def _read(path: Path, file_size: int, expected: _Header) -> Bytes:
-    """The blocks' bytes. expected: the header but for its checksum. Raises _Damaged, OSError."""
+    """What was put. expected: the header but for its checksum. Raises _Damaged, OSError."""
     with path.open("rb") as file:
         found = os.fstat(file.fileno()).st_size
         if found != file_size:

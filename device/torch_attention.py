@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from device.attention import register_backend
 from device.batch import Batch, Span
 from device.kv_pool import KvPool
+from device.upload import upload
 
 TILE = 512
 """Queries per SDPA call where a mask is needed."""
@@ -24,28 +25,36 @@ TILE = 512
 class TorchAttention:
     """The back end named "torch"."""
 
+    def __init__(self) -> None:
+        self._windows: set[int | None] = set()
+
     def plan(self, pool: KvPool, batch: Batch) -> "TorchAttentionStep":
-        return TorchAttentionStep(pool, batch)
+        """What decode rows see is worked out here for the windows that layers had before: the host has time for it
+        while the device computes the step before.
+        """
+        return TorchAttentionStep(pool, batch, self._windows)
 
 
 class TorchAttentionStep:
-    """See AttentionStep."""
+    """See AttentionStep. windows: those that layers were seen to have; new ones are added."""
 
-    def __init__(self, pool: KvPool, batch: Batch) -> None:
+    def __init__(self, pool: KvPool, batch: Batch, windows: set[int | None]) -> None:
         self._pool = pool
-        self._slot_index = pool.slot_index(batch.slots)
+        self._place_index = pool.place_index(batch.places)
         self._singles = [span for span in batch.spans if span.count == 1]
         self._chunks = [span for span in batch.spans if span.count > 1]
         offsets = [span.offset for span in self._singles]
-        self._single_offsets = torch.tensor(offsets, dtype=torch.int64, device=pool.device)
-        self._single_context: dict[int | None, _SingleContext] = {}
+        (self._single_offsets,) = upload(pool.device, offsets)
+        self._windows = windows
+        known = tuple(windows) if self._singles else ()
+        self._single_context = {window: _single_context(pool, self._singles, window) for window in known}
         self._chunk_context: dict[tuple[int, int | None], _ChunkContext] = {}
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
         q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-        self._pool.write(layer, self._slot_index, k, v)
+        self._pool.write(layer, self._place_index, k, v)
         if not self._chunks:
             return self._attend_singles(layer, q, scaling, window).unsqueeze(0)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -65,6 +74,7 @@ class TorchAttentionStep:
         context = self._single_context.get(window)
         if context is None:
             context = self._single_context[window] = _single_context(self._pool, self._singles, window)
+            self._windows.add(window)
         k, v = self._pool.gather(layer, context.pages, len(self._singles))
         grouped = q.reshape(len(self._singles), k.shape[1], -1, q.shape[-1])
         out = scaled_dot_product_attention(grouped, k, v, attn_mask=context.mask, scale=scaling)
@@ -123,7 +133,7 @@ def _single_context(pool: KvPool, spans: Sequence[Span], window: int | None) -> 
         used = span.blocks[first : -(-span.length // size)]
         row[: len(used)] = used
         row[len(used) :] = used[0]  # the padding reads the sequence's own memory, never another's
-    pages = pool.page_index(torch.from_numpy(tables).to(pool.device))
+    pages = pool.page_index(upload(pool.device, tables.ravel())[0].view(tables.shape))
     position = (first_block * size)[:, None] + np.arange(width * size)
     hidden = (position >= lengths[:, None]) | (position < visible_from[:, None])
     return _SingleContext(pages, _additive(hidden, pool)[:, None, None, :])
@@ -133,7 +143,7 @@ def _chunk_context(pool: KvPool, span: Span, window: int | None) -> _ChunkContex
     size = pool.geometry.block_size
     first_block = 0 if window is None else max(0, span.start - window + 1) // size
     blocks = list(span.blocks[first_block : -(-span.length // size)])
-    pages = pool.page_index(torch.tensor([blocks], dtype=torch.int64, device=pool.device))
+    pages = pool.page_index(upload(pool.device, blocks)[0].unsqueeze(0))
     bounds = [(first, min(first + TILE, span.count)) for first in range(0, span.count, TILE)]
     return _ChunkContext(pages, tuple(_tile(pool, span, bound, first_block * size, window) for bound in bounds))
 
@@ -151,7 +161,8 @@ def _tile(pool: KvPool, span: Span, queries: tuple[int, int], origin: int, windo
 
 def _additive(hidden: "np.ndarray[tuple[int, ...], np.dtype[np.bool_]]", pool: KvPool) -> Tensor:
     mask = torch.zeros(hidden.shape, dtype=pool.geometry.dtype, device=pool.device)
-    return mask.masked_fill_(torch.from_numpy(hidden).to(pool.device), float("-inf"))
+    (where,) = upload(pool.device, hidden.ravel(), dtype=np.bool_)
+    return mask.masked_fill_(where.view(mask.shape), float("-inf"))
 
 
 def _attend_tile(q: Tensor, k: Tensor, v: Tensor, tile: _Tile, scaling: float) -> Tensor:

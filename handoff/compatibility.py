@@ -24,6 +24,7 @@ class Compatibility:
     kv_heads: int
     head_dim: int
     block_size: int
+    slot_bytes: int = 0
 
     @classmethod
     def of(cls, facts: DeviceFacts, protocol: int) -> "Compatibility":
@@ -36,6 +37,7 @@ class Compatibility:
             kv_heads=facts.kv_heads,
             head_dim=facts.head_dim,
             block_size=facts.block_size,
+            slot_bytes=facts.slot_bytes,
         )
 
     def digest(self) -> str:

@@ -20,7 +20,8 @@ import structlog
 
 from handoff.compatibility import Compatibility
 from handoff.pieces import coalesce
-from handoff.transports.base import Link, TransferError, Transport
+from handoff.pool_layout import PoolLayout
+from handoff.transports.base import Link, Piece, TransferError, Transport
 from handoff.wire import Accept, Message, Offer, Refuse, WireError, decode, encode
 from scheduler.decode_scheduler import ReservedKv
 from scheduler.ids import HandoffId, NodeId
@@ -70,6 +71,7 @@ TransferEnd: TypeAlias = Landed | Sent | Broken
 class _Outgoing:
     peer: str
     blocks: tuple[int, ...]
+    slot: int
     sending: bool = False
 
 
@@ -80,7 +82,8 @@ class _Incoming:
     peer: str = ""
     withdrawn: bool = False
     started: float = 0.0
-    pieces_bytes: int = 0
+    blocks: int = 0
+    bytes_moved: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +115,18 @@ class Exchange:
         incarnation: int,
         transport: Transport,
         compatibility: Compatibility,
-        block_bytes: int,
+        layout: PoolLayout,
         report: Callable[[TransferEnd], None],
         clock: Callable[[], float],
+        adapter_digest: Callable[[str], str] = lambda name: name,
     ) -> None:
+        """adapter_digest: of the adapter of that name here, empty if there is none. Called on any thread."""
+        self._adapter_digest = adapter_digest
         self._node = node
         self._incarnation = incarnation
         self._transport = transport
         self._compatibility = compatibility
-        self._block_bytes = block_bytes
+        self._layout = layout
         self._report = report
         self._clock = clock
         self._lock = Lock()
@@ -175,13 +181,14 @@ class Exchange:
             prompt_tokens=held.prompt_tokens,
             first_token=held.first_token,
             blocks=held.blocks,
+            adapter=self._digest_of(held.adapter),
         )
         with self._lock:
             if key in self._state.outgoing:
                 return
             known = peer in self._state.peers
             if known:
-                self._state.outgoing[key] = _Outgoing(peer, held.blocks)
+                self._state.outgoing[key] = _Outgoing(peer, held.blocks, held.slot)
         if not known:
             self._end_broken(key, f"{peer} is not connected")
             return
@@ -267,13 +274,23 @@ class Exchange:
             return f"reserved for {expected.request_id} with {expected.prompt_tokens} prompt tokens"
         if len(offer.blocks) != len(expected.blocks):
             return f"{len(expected.blocks)} blocks are reserved, not {len(offer.blocks)}"
+        if offer.adapter != self._digest_of(expected.adapter):
+            return f"adapter {expected.adapter} is not the same on both nodes: load it anew on all"
         return None
+
+    def _digest_of(self, adapter: str | None) -> str:
+        return "" if adapter is None else self._adapter_digest(adapter)
+
+    def _slot_pieces(self, slot: int) -> list[Piece]:
+        """The record behind the blocks: the state is final only when all KV is."""
+        return [self._layout.slot_piece(slot)] if self._layout.slot_bytes else []
 
     def _receive(self, key: Key, incoming: _Incoming, offer: Offer, channel: int) -> None:
         first = incoming.expected.cached_blocks
         blocks = incoming.expected.blocks[first:]
-        _, pieces = coalesce(offer.blocks[first:], blocks, self._block_bytes)
-        incoming.pieces_bytes = len(blocks) * self._block_bytes
+        _, pieces = coalesce(offer.blocks[first:], blocks, self._layout.block_bytes)
+        pieces += self._slot_pieces(incoming.expected.slot)
+        incoming.blocks, incoming.bytes_moved = len(blocks), sum(piece.length for piece in pieces)
         if pieces:
             self._transport.post_receive(incoming.peer, channel, pieces, lambda error: self._on_received(key, error))
         self._send(
@@ -307,8 +324,8 @@ class Exchange:
                     first_token=offer.first_token,
                     source=NodeId(incoming.peer),
                     lane=self._lane(incoming.peer),
-                    blocks=incoming.pieces_bytes // self._block_bytes,
-                    bytes_moved=incoming.pieces_bytes,
+                    blocks=incoming.blocks,
+                    bytes_moved=incoming.bytes_moved,
                     seconds=self._clock() - incoming.started,
                 )
             )
@@ -328,7 +345,8 @@ class Exchange:
         if len(blocks) != len(accept.blocks):
             self._on_sent(key, TransferError("the destination accepted another number of blocks"))
             return
-        pieces, _ = coalesce(blocks, accept.blocks, self._block_bytes)
+        pieces, _ = coalesce(blocks, accept.blocks, self._layout.block_bytes)
+        pieces += self._slot_pieces(outgoing.slot)
         if pieces:
             self._transport.post_send(peer, accept.channel, pieces, lambda error: self._on_sent(key, error))
         else:

@@ -4,6 +4,7 @@ Commands and the ends of transfers run on the step loop's thread, so the schedul
 published at the boundary that follows, in one report with what the last step brought.
 """
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -11,11 +12,13 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import structlog
 
+from handoff.adapter_desk import AdapterDesk
 from handoff.exchange import Broken, Exchange, Landed, PeerInfo, TransferEnd
 from handoff.leases import HandoffKey
 from handoff.node_status import node_status
 from handoff.report import NodeReport
 from handoff.step_loop import StepLoop
+from scheduler.adapters import AdapterFacts, LoraCommand
 from scheduler.base import SchedulerBase
 from scheduler.commands import Command, CommandEffects
 from scheduler.contract import DeviceIo
@@ -29,7 +32,8 @@ log = structlog.get_logger()
 S = TypeVar("S", bound=SchedulerBase)
 
 Publish = Callable[[NodeReport], None]
-MakeExchange = Callable[[Callable[[TransferEnd], None]], Exchange]
+MakeExchange = Callable[[Callable[[TransferEnd], None], Callable[[str], str]], Exchange]
+"""Takes where ends of transfers are reported, and the digest of an adapter by its name."""
 
 
 class Node(ABC, Generic[S]):
@@ -52,7 +56,10 @@ class Node(ABC, Generic[S]):
         self._scheduler = scheduler
         self._facts = device.facts()
         self._publish = publish
-        self._exchange = make_exchange(lambda end: self._on_transfer_end(end))
+        self._exchange = make_exchange(
+            lambda end: self._on_transfer_end(end), lambda name: self._adapters.digests.get(name, "")
+        )
+        self._adapters = AdapterDesk(scheduler, device)
         self._loop = StepLoop(scheduler, device, self._on_boundary, clock, node)
         self._events: list[LifecycleEvent] = []
         self._transfers: list[Landed | Broken] = []
@@ -78,6 +85,14 @@ class Node(ABC, Generic[S]):
     def renew_leases(self, handoffs: Sequence[HandoffKey]) -> "Future[int]":
         """Somebody follows these handoffs. How many leases run anew; those that run nowhere here are left out."""
         return self._loop.call(lambda: sum(self._scheduler.renew(*key) for key in handoffs))
+
+    async def lora(self, command: LoraCommand) -> tuple[AdapterFacts, ...]:
+        """Change or read the adapter table when nothing is on the device. Raises AdapterRefused, LoopStopped.
+
+        Cancelling it before that withdraws the command.
+        """
+        asked = await asyncio.wrap_future(self._loop.call(lambda: self._adapters.ask(command)))
+        return await asyncio.wrap_future(asked)
 
     def status(self) -> "Future[dict[str, Any]]":
         """This node's line in `prelay status`, as plain data; proves the block accounting on the way."""
@@ -145,6 +160,7 @@ class Node(ABC, Generic[S]):
             self._publish(NodeReport(self._node, self._incarnation, events=events, transfers=transfers))
         for request_id in effects.retired:
             self._on_retired(request_id)
+        self._adapters.serve()
 
     def _on_transfer_end(self, end: TransferEnd) -> None:
         self._loop.call(lambda: self._end_transfer(end))

@@ -18,10 +18,12 @@ from handoff.logs import configure_logs
 from handoff.node import MakeExchange, Node
 from handoff.node_config import NodeConfig
 from handoff.packaging import check_packages
+from handoff.pool_layout import PoolLayout
 from handoff.report import NodeReport
 from handoff.step_loop import first_line
 from handoff.transports.registry import make_transport
 from handoff.wire import PROTOCOL_VERSION
+from scheduler.adapters import AdapterFacts, LoraCommand
 from scheduler.commands import Command, CommandEffects
 from scheduler.contract import DeviceFacts
 from scheduler.ids import NodeId, RequestId
@@ -32,6 +34,8 @@ T = TypeVar("T")
 BOUNDARY_TIMEOUT_S = 60.0
 """Longest wait for a boundary: one step of the largest chunk on a slow machine."""
 STOP_TIMEOUT_S = 2.0
+ADAPTER_TIMEOUT_S = 600.0
+"""Longest wait for a quiet device: all requests that run when an adapter is to be loaded must end first."""
 
 
 class NodeActor(ABC, Generic[N]):
@@ -93,6 +97,10 @@ class NodeActor(ABC, Generic[N]):
         epoch = time.time() - time.monotonic()
         return [{**asdict(line), "at": epoch + line.at} for line in lines]
 
+    async def lora(self, command: LoraCommand) -> tuple[AdapterFacts, ...]:
+        """See Node.lora. Raises TimeoutError when what was admitted before is not done in ADAPTER_TIMEOUT_S."""
+        return await asyncio.wait_for(self._running().lora(command), ADAPTER_TIMEOUT_S)
+
     async def stop(self) -> None:
         if self._node is not None:
             await asyncio.to_thread(self._node.stop, STOP_TIMEOUT_S)
@@ -100,15 +108,16 @@ class NodeActor(ABC, Generic[N]):
     def _make_exchange(self, facts: DeviceFacts) -> MakeExchange:
         config = self._config
 
-        def make(report: Callable[[TransferEnd], None]) -> Exchange:
+        def make(report: Callable[[TransferEnd], None], adapter_digest: Callable[[str], str]) -> Exchange:
             return Exchange(
                 node=config.node,
                 incarnation=config.incarnation,
                 transport=make_transport(config.transport),
                 compatibility=Compatibility.of(facts, PROTOCOL_VERSION),
-                block_bytes=facts.block_bytes,
+                layout=PoolLayout.of(facts),
                 report=report,
                 clock=time.monotonic,
+                adapter_digest=adapter_digest,
             )
 
         return make

@@ -1,8 +1,11 @@
 """The step loop: one thread that joins a scheduler to a device.
 
-    inbox --> boundary --> observe --> effects --> plan --> launch, await --> settle | fail
-      ^                                              |                               |
-      `-----nothing to run: wait for work, a lease---'-------------------------------'
+    inbox --> boundary --> observe --> effects --> plan --> launch --> launch ahead --> await --> settle | fail
+      ^                                              |                                                     |
+      `-----nothing to run: wait for work, a lease---'-----------------------------------------------------'
+
+With a device of depth 2 the step after this one may be in flight already when this one is read; the circle goes round
+without the parts between observe and launch then.
 
 It never waits for the network: requests come in through `call`, what becomes visible goes out through `observe`, and
 both return at once. Everything that touches the scheduler runs on this thread.
@@ -21,17 +24,8 @@ import structlog
 from handoff.inbox import Call, boundary_order
 from scheduler.base import SchedulerBase
 from scheduler.commands import Command
-from scheduler.contract import (
-    CopyBlocks,
-    Decode,
-    DeviceError,
-    DeviceIo,
-    Effect,
-    EffectOutcome,
-    Quiesce,
-    StepPlan,
-    StepResult,
-)
+from scheduler.contract import DecodeFed, DeviceError, DeviceIo, Prefill, StepPlan, StepResult
+from scheduler.effects import CopyBlocks, Effect, EffectOutcome, EpShutdown, Quiesce, Ticket
 from scheduler.errors import InvariantBroken
 from scheduler.events import BoundaryEffects
 from scheduler.ids import RequestId
@@ -53,16 +47,36 @@ def first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).partition("\n")[0]
 
 
+class Flight:
+    """A launched step. What is counted of it is noted now: rows move on when it is settled."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.request_ids = [row.request_id for row in plan.rows]
+        self.is_prefill = isinstance(plan, Prefill)
+        self.is_fed = isinstance(plan, DecodeFed)
+        self.computed_tokens = sum(row.count for row in plan.rows) if self.is_prefill else len(plan.rows)
+        self.ticket: Ticket | None = None
+        self.failure: DeviceError | None = None
+
+
 @dataclass(slots=True)
 class StepCounters:
-    """Since the start of the loop."""
+    """Since the start of the loop. fed_steps: decode steps that were launched before the last one was read."""
 
     prefill_steps: int = 0
     decode_steps: int = 0
+    fed_steps: int = 0
     computed_tokens: int = 0
     sampled_tokens: int = 0
     failed_steps: int = 0
     failed_effects: int = 0
+
+    def count(self, flight: Flight, result: StepResult) -> None:
+        self.prefill_steps += flight.is_prefill
+        self.decode_steps += not flight.is_prefill
+        self.fed_steps += flight.is_fed
+        self.computed_tokens += flight.computed_tokens
+        self.sampled_tokens += len(result.tokens) - result.tokens.count(None)
 
 
 class StepLoop:
@@ -86,6 +100,8 @@ class StepLoop:
         self._clock = clock
         self._inbox: SimpleQueue[Call | None] = SimpleQueue()
         self._due: deque[Call] = deque()
+        self._flights: deque[Flight] = deque()
+        self._depth = device.max_depth()
         self._thread = Thread(target=self._run, name=f"{name}-steps", daemon=True)
         self._stopping = False
         self._closed = False
@@ -142,11 +158,22 @@ class StepLoop:
             self.ended.set_result(None)
 
     def _tear_down(self) -> None:
-        """A device that can't quiesce or free its memory must not keep the node from ending."""
-        try:
-            self._device.apply(Quiesce())
-        except Exception:
-            log.exception("device could not quiesce")
+        """What is in flight is read and dropped, mirror ranks are told, then the device is quiet and its memory freed.
+
+        A device that can't do one of it must not keep the node from ending.
+        """
+        while self._flights:
+            flight = self._flights.popleft()
+            try:
+                if flight.ticket is not None:
+                    self._device.await_result(flight.ticket)
+            except Exception:
+                log.exception("the last step failed")
+        for effect in (EpShutdown(), Quiesce()):
+            try:
+                self._device.apply(effect)
+            except Exception:
+                log.exception("device could not end quietly", effect=repr(effect))
         try:
             self._device.teardown()
         except Exception:
@@ -185,13 +212,58 @@ class StepLoop:
 
     def _advance(self) -> bool:
         """Effects and a step, as far as there are any; False if there was nothing to do."""
+        busy = self._launch_next() if not self._flights else True
+        self._launch_ahead()
+        if self._flights:
+            self._finish(self._flights.popleft())
+        return busy
+
+    def _launch_next(self) -> bool:
+        """The next step that sees everything that is known; False if there is none, and nothing else was done."""
         effects = self._scheduler.prepare()
         for effect in effects:
             self._scheduler.effect_settled(effect, self._apply(effect))
         plan = self._scheduler.plan()
         if plan is not None:
-            self._step(plan)
+            self._launch(plan)
         return plan is not None or bool(effects)
+
+    def _launch_ahead(self) -> None:
+        """The step after the one in flight, before that one is read, if the device and the scheduler allow it."""
+        if not self._flights or len(self._flights) >= self._depth or self._flights[-1].failure is not None:
+            return
+        ahead = self._scheduler.plan_ahead()
+        if ahead is None:
+            return
+        plan, reservations = ahead
+        for reservation in reservations:
+            self._apply(reservation)
+        self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> None:
+        flight = Flight(plan)
+        try:
+            flight.ticket = self._device.launch(plan)
+        except DeviceError as error:
+            flight.failure = error
+        self._flights.append(flight)
+
+    def _finish(self, flight: Flight) -> None:
+        """Wait for the oldest step and book it."""
+        result = None
+        if flight.ticket is not None:
+            try:
+                result = self._device.await_result(flight.ticket)
+            except DeviceError as error:
+                flight.failure = error
+        self._scheduler.advance_clock(self._clock())
+        if result is None:
+            log.error("step failed", reason=str(flight.failure), request_ids=flight.request_ids)
+            self.counters.failed_steps += 1
+            self._scheduler.fail()
+            return
+        self.counters.count(flight, result)
+        self._scheduler.settle(result)
 
     def _apply(self, effect: Effect) -> EffectOutcome | None:
         """The device's answer; None if it failed, and the scheduler does without."""
@@ -200,44 +272,15 @@ class StepLoop:
         except DeviceError as error:
             self.counters.failed_effects += 1
             log.error(
-                "effect failed",
-                effect=type(effect).__name__,
-                request_ids=self._requests_of(effect),
-                reason=str(error),
+                "effect failed", effect=type(effect).__name__, request_ids=self._requests_of(effect), reason=str(error)
             )
             return None
 
     def _requests_of(self, effect: Effect) -> list[RequestId]:
-        match effect:
-            case CopyBlocks():
-                return [copy.sequence.request_id for copy in self._scheduler.kv.copies]
-            case Quiesce():
-                return []
-            case _:
-                return [effect.request_id]
-
-    def _step(self, plan: StepPlan) -> None:
-        try:
-            result = self._device.await_result(self._device.launch(plan))
-        except DeviceError as error:
-            log.error("step failed", reason=str(error), request_ids=[row.request_id for row in plan.rows])
-            self.counters.failed_steps += 1
-            self._scheduler.advance_clock(self._clock())
-            self._scheduler.fail()
-            return
-        self._count(plan, result)
-        self._scheduler.advance_clock(self._clock())
-        self._scheduler.settle(result)
-
-    def _count(self, plan: StepPlan, result: StepResult) -> None:
-        """Before the step is settled: rows move on then."""
-        if isinstance(plan, Decode):
-            self.counters.decode_steps += 1
-            self.counters.computed_tokens += len(plan.rows)
-        else:
-            self.counters.prefill_steps += 1
-            self.counters.computed_tokens += sum(row.count for row in plan.rows)
-        self.counters.sampled_tokens += len(result.tokens) - result.tokens.count(None)
+        if isinstance(effect, CopyBlocks):
+            return [copy.sequence.request_id for copy in self._scheduler.kv.copies]
+        request_id: RequestId | None = getattr(effect, "request_id", None)
+        return [] if request_id is None else [request_id]
 
     def _stopped(self) -> LoopStopped:
         """The log has the whole failure, with the request's story."""

@@ -14,7 +14,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 1 << 20
 
 _MAGIC = b"PRLY"
@@ -31,7 +31,10 @@ class WireError(ValueError):
 
 
 class Offer(msgspec.Struct, frozen=True, tag="offer", forbid_unknown_fields=True):
-    """The source is ready to send. blocks: the prompt's blocks in the source's pool; first_token: already sampled."""
+    """The source is ready to send. blocks: the prompt's blocks in the source's pool; first_token: already sampled.
+
+    adapter: digest of the request's LoRA adapter at the source, empty for the base model.
+    """
 
     handoff_id: _Id
     attempt: _Count
@@ -41,10 +44,13 @@ class Offer(msgspec.Struct, frozen=True, tag="offer", forbid_unknown_fields=True
     prompt_tokens: _Count
     first_token: _Count
     blocks: _Blocks
+    adapter: Annotated[str, msgspec.Meta(max_length=128)] = ""
 
 
 class Accept(msgspec.Struct, frozen=True, tag="accept", forbid_unknown_fields=True):
-    """The destination has posted receives. blocks: its blocks for the offer's blocks from `first_block` on."""
+    """The destination has posted receives: for its blocks for the offer's blocks from `first_block` on, then, where the
+    model has recurrent state, for the record of the slot.
+    """
 
     handoff_id: _Id
     attempt: _Count

@@ -8,6 +8,7 @@ from prefill_node.node import PrefillNode
 from scheduler.commands import CommandEffects, SubmitHandoffPrefill
 from scheduler.ids import HandoffId, NodeId
 from scheduler.prefill_scheduler import PrefillScheduler
+from scheduler.slots import SlotLimits
 
 
 class PrefillActor(NodeActor[PrefillNode]):
@@ -33,6 +34,7 @@ class PrefillActor(NodeActor[PrefillNode]):
             policy=config.policy,
             lease_s=config.lease_s,
             incarnation=config.incarnation,
+            state=SlotLimits(facts.slots, facts.snapshots, recurrent=facts.slot_bytes > 0),
         )
         node = PrefillNode(
             config.node,

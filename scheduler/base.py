@@ -12,9 +12,11 @@ StepInFlight.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from math import inf
+from typing import Unpack
 
-from scheduler.batching import Batcher, BatchLimits, Settled
+from scheduler.batching import Batcher, BatchLimits
 from scheduler.commands import (
     MID_STEP,
     Applied,
@@ -28,8 +30,9 @@ from scheduler.commands import (
     Submit,
     Submitted,
 )
-from scheduler.contract import Effect, EffectOutcome, StepPlan, StepResult
+from scheduler.contract import DecodeFed, StepPlan, StepResult
 from scheduler.door import door
+from scheduler.effects import Effect, EffectOutcome
 from scheduler.errors import CommandRejected, InvariantBroken, StaleIncarnation, StepInFlight
 from scheduler.events import BoundaryEffects, LifecycleEvent, Output, Outputs
 from scheduler.ids import HandoffId, RequestId
@@ -37,18 +40,21 @@ from scheduler.inventory import Holding, Inventory
 from scheduler.kv import KvAccounting
 from scheduler.leases import Leases
 from scheduler.metrics import Counters, SchedulerMetrics, measure
+from scheduler.options import SchedulerOptions
 from scheduler.policies import Preemption, SchedulingPolicy
+from scheduler.proof import prove
 from scheduler.request import FinishReason, Request
 from scheduler.retained import Retained
+from scheduler.running import Settled
 from scheduler.sequence import SCHEDULED, Sequence, SequenceState
+from scheduler.slots import SlotLimits
 from scheduler.story import StoryBook, StoryLine
 
 
 class SchedulerBase(ABC):
     """Commands that both sides know, and the step cycle.
 
-    policy: queueing and preemption. lease_s: seconds without progress after which a hold or reservation is cancelled.
-    incarnation: which life of the node this is. kv_events: whether `boundary` reports stored and removed blocks.
+    options: see SchedulerOptions.
     """
 
     def __init__(
@@ -58,22 +64,26 @@ class SchedulerBase(ABC):
         limits: BatchLimits,
         *,
         max_model_len: int,
-        prefix_caching: bool = True,
-        policy: SchedulingPolicy | None = None,
-        lease_s: float = inf,
-        incarnation: int = 1,
-        kv_events: bool = False,
+        **options: Unpack[SchedulerOptions],
     ) -> None:
-        policy = policy or SchedulingPolicy()
-        guaranteed = policy.preemption is Preemption.NONE
-        self.kv = KvAccounting(total_blocks, block_size, prefix_caching, guaranteed=guaranteed, kv_events=kv_events)
+        policy = options.get("policy", SchedulingPolicy())
+        self.kv = KvAccounting(
+            total_blocks,
+            block_size,
+            options.get("prefix_caching", True),
+            guaranteed=policy.preemption is Preemption.NONE,
+            kv_events=options.get("kv_events", False),
+            state=options.get("state", SlotLimits()),
+        )
         self.batcher = Batcher(self.kv, limits, policy, self._note)
         self.max_model_len = max_model_len
-        self.incarnation = incarnation
+        self.incarnation = options.get("incarnation", 1)
         self.counters = Counters()
         self.now = 0.0
         self._steps = 0
-        self._leases = Leases(lease_s)
+        self._between_steps = True
+        self.is_admission_held = False
+        self._leases = Leases(options.get("lease_s", inf))
         self._stories = StoryBook()
         self._sequences: dict[RequestId, Sequence] = {}
         self._doomed: dict[Sequence, None] = {}
@@ -95,7 +105,7 @@ class SchedulerBase(ABC):
                 f"{type(command).__name__} is for incarnation {incarnation} of this node, which is at "
                 f"{self.incarnation}: what it addresses is gone"
             )
-        if self.batcher.step_in_flight and not isinstance(command, MID_STEP):
+        if self._is_mid_step and not isinstance(command, MID_STEP):
             raise StepInFlight(f"{type(command).__name__} came while a step runs: apply it at the boundary")
         if self.batcher.pressure.has_outstanding:
             raise StepInFlight(f"{type(command).__name__} came before the device answered all effects")
@@ -104,7 +114,7 @@ class SchedulerBase(ABC):
         suppressed = False
         if target is not None:
             result, suppressed = self._suppress(command, target, result)
-        if isinstance(result, Applied) and not self.batcher.step_in_flight:
+        if isinstance(result, Applied) and not self._is_mid_step:
             self._retry_pending()
         return self._take_effects(result, suppressed)
 
@@ -159,6 +169,8 @@ class SchedulerBase(ABC):
     def _new_sequence(self, request: Request, output_limit: int) -> Sequence:
         if request.request_id in self._sequences or self._retained.mentions(request.request_id):
             raise CommandRejected(f"request id {request.request_id} is already active on this node")
+        if request.adapter is not None and request.adapter not in self.kv.adapters:
+            raise CommandRejected(f"adapter {request.adapter} is not loaded on this node: load it on all nodes first")
         length = len(request.prompt) + output_limit
         if length > self.max_model_len + 1:
             raise CommandRejected(
@@ -191,11 +203,7 @@ class SchedulerBase(ABC):
         removed = self.batcher.remove(sequence)
         self._note(sequence, "cancelled" if removed else "cancelled while a step of it runs")
         self._forget(sequence)
-        if removed:
-            self._retire(sequence)
-        else:
-            self._doomed[sequence] = None
-            self._disown(sequence)
+        self._retire(sequence)
 
     # The circle
 
@@ -228,9 +236,8 @@ class SchedulerBase(ABC):
     def prepare(self) -> tuple[Effect, ...]:
         """Decide who runs in the next step. Returns what the device must do before it, each to be settled."""
         self._require_between_steps()
-        if not self._retained.is_empty:
-            raise StepInFlight("what the last step brought is not released: call boundary first")
-        return self.batcher.prepare(may_admit_fresh=self._may_admit_fresh())
+        self._require_released()
+        return self.batcher.prepare(may_admit_fresh=self._may_admit())
 
     @door
     def effect_settled(self, effect: Effect, outcome: EffectOutcome | None) -> None:
@@ -240,13 +247,28 @@ class SchedulerBase(ABC):
     @door
     def plan(self) -> StepPlan | None:
         """The next step to launch, or None when nothing can run until a command comes."""
-        return self.batcher.plan()
+        plan = self.batcher.plan()
+        self._between_steps = plan is None
+        return plan
+
+    @door
+    def plan_ahead(self) -> tuple[DecodeFed, tuple[Effect, ...]] | None:
+        """The step after the one in flight, to be launched before that one is read, and what the device must be told
+        before it; None where the next step has to wait. For a device of depth 2, right before its result is awaited.
+        """
+        self._require_released()
+        self._between_steps = False
+        return self.batcher.plan_ahead(may_admit_fresh=self._may_admit())
+
+    def _may_admit(self) -> bool:
+        return not self.is_admission_held and self._may_admit_fresh()
 
     @door
     def settle(self, result: StepResult) -> None:
         """Book the step that `plan` returned. What it brought becomes visible at the next `boundary`."""
         settled = self.batcher.settle(result)
         self._steps += 1
+        self._between_steps = True
         for sequence in settled.first:
             self.counters.prompt_tokens += sequence.prompt_tokens
             self.counters.cached_tokens += sequence.cached
@@ -257,6 +279,7 @@ class SchedulerBase(ABC):
         """The step's device call failed: its sequences end with an error, their KV is not reused."""
         settled = self.batcher.abandon()
         self._steps += 1
+        self._between_steps = True
         for sequence, _ in settled.left:
             settled.outputs.add(Output(sequence.request_id, sequence.outputs, None, FinishReason.ERROR))
         self._keep_back(settled)
@@ -278,8 +301,17 @@ class SchedulerBase(ABC):
         self._retained.add(self._retained.outputs if outputs is None else outputs, self._events, self._retired)
         self._events, self._retired = [], []
 
+    def _require_released(self) -> None:
+        if not self._retained.is_empty:
+            raise StepInFlight("what the last step brought is not released: call boundary first")
+
+    @property
+    def _is_mid_step(self) -> bool:
+        """A step was launched and nothing was settled since."""
+        return not self._between_steps and self.batcher.steps_in_flight > 0
+
     def _require_between_steps(self) -> None:
-        if self.batcher.step_in_flight:
+        if self._is_mid_step:
             raise StepInFlight("the step is not settled")
         if self.batcher.pressure.has_outstanding:
             raise StepInFlight("the device has not answered all effects")
@@ -288,8 +320,12 @@ class SchedulerBase(ABC):
 
     def _retire(self, sequence: Sequence, *, keep: bool = True) -> None:
         """All ownership of this sequence ends here. keep: its partial tail may serve as prefix cache."""
-        sequence.state = SequenceState.ENDED
-        self.kv.release(sequence, keep=keep)
+        if self.batcher.is_in_flight(sequence):
+            self.batcher.doom(sequence)
+            self._doomed[sequence] = None
+        else:
+            sequence.state = SequenceState.ENDED
+            self.kv.release(sequence, keep=keep)
         self._disown(sequence)
 
     def _disown(self, sequence: Sequence) -> None:
@@ -316,26 +352,27 @@ class SchedulerBase(ABC):
     @door
     def check(self) -> None:
         """Prove that every block and every sequence is in exactly one place. Raises InvariantBroken."""
-        pins = [[copy.source] for copy in self.kv.copies]
         try:
-            self.batcher.check()
-            self.kv.pool.check(
-                [*(s.blocks for s in self._sequences.values()), *(s.blocks for s in self._doomed), *pins]
-            )
-            self._check_states()
+            prove(self.kv, self.batcher, self._sequences.values(), self._doomed)
         except InvariantBroken as error:
             lines = [f"{name}: {line}" for name in self._sequences for line in self.story(name)[-3:]]
             raise InvariantBroken("\n  ".join([str(error), *lines[-60:]])) from error
 
-    def _check_states(self) -> None:
-        scheduled = sum(s.state in SCHEDULED for s in self._sequences.values())
-        if scheduled != self.batcher.running + self.batcher.waiting:
-            raise InvariantBroken(
-                f"{scheduled} sequences are scheduled, the batcher knows {self.batcher.running} running"
-            )
-        committed = sum(s.committed for s in (*self._sequences.values(), *self._doomed))
-        if committed != self.kv.committed:
-            raise InvariantBroken(f"{self.kv.committed} blocks are promised, sequences have {committed}")
+    @property
+    def is_quiescent(self) -> bool:
+        """Nothing of any request is on the device or in its spill store: its adapter table may change. Reached after a
+        while of `is_admission_held`, since what was admitted goes on; who has nothing yet keeps waiting.
+        """
+        owners = (s.blocks or s.state is SequenceState.SPILLED for s in self._sequences.values())
+        return not self._doomed and not any(owners)
+
+    def set_adapters(self, digests: Mapping[str, str]) -> None:
+        """The adapters that requests may name from now on, with the digests of their content."""
+        self.kv.adapters = dict(digests)
+
+    def count_adapter(self, name: str) -> int:
+        """Requests here that name this adapter."""
+        return sum(s.adapter == name for s in self._sequences.values())
 
     @property
     def is_drained(self) -> bool:

@@ -8,12 +8,12 @@ Effect pages in the project's seeds; `Prefill` is an extension of ours).
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NewType, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
-from scheduler.ids import BlockId, RequestId
+from scheduler.adapters import AdapterFacts, LoraCommand
+from scheduler.effects import NO_SLOT, Effect, EffectOutcome, Ticket
+from scheduler.ids import RequestId
 from scheduler.request import SamplingParams
-
-Ticket = NewType("Ticket", int)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,9 @@ class Row:
     blocks: the block table; covers at least `end` positions.
     draw: how the token at position `end` is drawn; None when this step does not reach the end of what is known (a
     prompt chunk that is not the last).
+    slot: the sequence's row in slot-addressed state (penalty counts, recurrent state, feed cell); NO_SLOT while it owns
+    none. adapter: name of the LoRA adapter that it runs under, None for the base model. prompt_tokens: how many of
+    `known` are the prompt; the others were sampled.
     """
 
     request_id: RequestId
@@ -46,6 +49,9 @@ class Row:
     end: int
     blocks: Sequence[int]
     draw: Draw | None
+    slot: int = NO_SLOT
+    adapter: str | None = None
+    prompt_tokens: int = 0
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -76,7 +82,20 @@ class Decode:
     rows: tuple[Row, ...]
 
 
-StepPlan: TypeAlias = Prefill | Decode
+@dataclass(frozen=True, slots=True)
+class DecodeFed:
+    """The decode after the one in flight, launched before that one is read: depth 2.
+
+    rows: those of the step in flight, in its order or a part of them. Each computes the token that the step in flight
+    draws, at the position that is the row's `end` now, and draws the one after it.
+    draws: how, by row; the row's own `draw` is still that of the step in flight.
+    """
+
+    rows: tuple[Row, ...]
+    draws: tuple[Draw, ...]
+
+
+StepPlan: TypeAlias = Prefill | Decode | DecodeFed
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,78 +107,13 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Quiesce:
-    """Block until everything that was launched has finished on the device."""
-
-
-@dataclass(frozen=True, slots=True)
-class CopyBlocks:
-    """Copy whole blocks in the KV pool, (source, target) in this order, before the next launch. An extension of ours.
-
-    A block that is shared and must be written is copied first; the writer gets the copy.
-    """
-
-    pairs: tuple[tuple[BlockId, BlockId], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SaveSequenceState:
-    """Spill: put the state of one sequence, `tokens` positions of KV in `blocks`, into the spill store.
-
-    The blocks may be overwritten as soon as this is answered. Answers Saved, or Exhausted when the store has no
-    room; a store that fails is a DeviceError(EFFECT). Nothing is stored unless the answer is Saved.
-    """
-
-    request_id: RequestId
-    blocks: tuple[BlockId, ...]
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreSequenceState:
-    """Bring a saved state back, all of it or nothing, into `blocks`, and drop it from the store.
-
-    Raises DeviceError(EFFECT) when it is missing, damaged or of another size; it is dropped then as well.
-    """
-
-    request_id: RequestId
-    blocks: tuple[BlockId, ...]
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class DropSequenceState:
-    """Forget a saved state; nothing happens if there is none."""
-
-    request_id: RequestId
-
-
-Effect: TypeAlias = Quiesce | CopyBlocks | SaveSequenceState | RestoreSequenceState | DropSequenceState
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """The effect was applied."""
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A sequence's state is in the spill store. size: in bytes."""
-
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Exhausted:
-    """There is no room for it. Not an error: the caller does without."""
-
-
-EffectOutcome: TypeAlias = Done | Saved | Exhausted
-
-
-@dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """What a device says of itself; shown by `prelay status` and compared before a handoff."""
+    """What a device says of itself; shown by `prelay status` and compared before a handoff.
+
+    slots: sequences that may own slot-addressed state at a time. slot_bytes: what one slot's state takes when it is
+    handed over, 0 for a model whose whole state is KV; first_slot: where slot 0's begins in the pool's bytes.
+    snapshots: places for copies of it, for the prefix cache.
+    """
 
     model: str
     model_digest: str
@@ -174,6 +128,10 @@ class DeviceFacts:
     total_blocks: int
     block_bytes: int
     max_model_len: int
+    slots: int = 0
+    slot_bytes: int = 0
+    first_slot: int = 0
+    snapshots: int = 0
 
 
 class Fault(Enum):
@@ -182,6 +140,8 @@ class Fault(Enum):
     FORWARD = "forward"
     READBACK = "readback"
     EFFECT = "effect"
+    UNSUPPORTED = "unsupported"
+    """This model or router has no such thing; nothing was touched."""
 
 
 class DeviceError(RuntimeError):
@@ -190,6 +150,13 @@ class DeviceError(RuntimeError):
     def __init__(self, fault: Fault, message: str) -> None:
         super().__init__(f"{fault.value}: {message}")
         self.fault = fault
+
+
+class KvExhausted(DeviceError):
+    """A step found no block for a row: preempt one and launch again."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Fault.FORWARD, message)
 
 
 class DeviceIo(Protocol):
@@ -211,6 +178,13 @@ class DeviceIo(Protocol):
 
     def apply(self, effect: Effect) -> EffectOutcome:
         """Bookkeeping between steps. Raises DeviceError(EFFECT); the effect has then changed no block."""
+        ...
+
+    def lora(self, command: LoraCommand) -> tuple[AdapterFacts, ...]:
+        """Change or read the adapter table, only while no sequence is anywhere on the device. Returns the table.
+
+        Raises AdapterRefused.
+        """
         ...
 
     def teardown(self) -> None:

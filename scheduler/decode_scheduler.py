@@ -14,7 +14,7 @@ before them, or a steady stream of handoffs would starve it.
 from collections import OrderedDict
 from dataclasses import dataclass
 from enum import Enum
-from math import inf
+from typing import Unpack
 
 from scheduler.base import SchedulerBase
 from scheduler.batching import BatchLimits
@@ -28,11 +28,12 @@ from scheduler.commands import (
     Noop,
     ReserveDestination,
 )
+from scheduler.effects import NO_SLOT
 from scheduler.errors import CommandRejected
 from scheduler.events import DestinationFinished, DestinationReserved, LeaseExpired, Side
 from scheduler.ids import BlockId, HandoffId, RequestId
 from scheduler.inventory import Holding
-from scheduler.policies import SchedulingPolicy
+from scheduler.options import SchedulerOptions
 from scheduler.request import FinishReason
 from scheduler.sequence import Sequence
 
@@ -74,6 +75,8 @@ class ReservedKv:
     prompt_tokens: int
     blocks: tuple[BlockId, ...]
     cached_blocks: int
+    slot: int = NO_SLOT
+    adapter: str | None = None
 
 
 class DecodeScheduler(SchedulerBase):
@@ -87,23 +90,9 @@ class DecodeScheduler(SchedulerBase):
         *,
         max_model_len: int,
         max_reservations: int = 32,
-        prefix_caching: bool = True,
-        policy: SchedulingPolicy | None = None,
-        lease_s: float = inf,
-        incarnation: int = 1,
-        kv_events: bool = False,
+        **options: Unpack[SchedulerOptions],
     ) -> None:
-        super().__init__(
-            total_blocks,
-            block_size,
-            limits,
-            max_model_len=max_model_len,
-            prefix_caching=prefix_caching,
-            policy=policy,
-            lease_s=lease_s,
-            incarnation=incarnation,
-            kv_events=kv_events,
-        )
+        super().__init__(total_blocks, block_size, limits, max_model_len=max_model_len, **options)
         if max_reservations < 1:
             raise ValueError(f"max_reservations is {max_reservations}, must be at least 1")
         self.max_reservations = max_reservations
@@ -152,6 +141,8 @@ class DecodeScheduler(SchedulerBase):
             prompt_tokens=sequence.prompt_tokens,
             blocks=tuple(sequence.blocks[: self.kv.blocks_for(sequence.prompt_tokens)]),
             cached_blocks=sequence.published,
+            slot=sequence.slot,
+            adapter=sequence.adapter,
         )
 
     def transfer_started(self, handoff_id: HandoffId, attempt: int) -> None:
@@ -272,9 +263,9 @@ class DecodeScheduler(SchedulerBase):
 
     def _retry_pending(self) -> None:
         """Reserve for the head of the pending ones, if anything has changed since it was tried last."""
-        if not self._pending or self._in_handoff >= self.max_reservations or self.batcher.step_in_flight:
+        if not self._pending or self._in_handoff >= self.max_reservations or self._is_mid_step:
             return
-        if self.batcher.pressure.is_blocked:
+        if self.batcher.pressure.is_blocked or self.is_admission_held:
             return
         destination = next(iter(self._pending.values()))
         sequence = destination.sequence

@@ -10,6 +10,8 @@ class DeviceConfig:
     kv_bytes: memory of the KV pool; block_size in tokens; threads: CPU threads of a step.
     max_model_len: positions, None for what the model and the pool allow.
     spill_bytes: room for the KV of preempted sequences, 0 for none. spill_path: a folder, None for host memory.
+    slots, snapshots: see DeviceFacts; a model with recurrent state needs a slot for each sequence that runs or lands.
+    router: "async" launches a step before the last one is read, "sync" does not.
     """
 
     model_path: str
@@ -23,3 +25,6 @@ class DeviceConfig:
     threads: int
     spill_bytes: int = 0
     spill_path: str | None = None
+    slots: int = 0
+    snapshots: int = 0
+    router: str = "async"

@@ -11,11 +11,13 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from scheduler.blocks import BlockPool
+from scheduler.effects import Effect
 from scheduler.errors import InvariantBroken
 from scheduler.events import BlocksRemoved, BlocksStored, KvEvent
 from scheduler.ids import BlockHash, BlockId
 from scheduler.prefix import extend_chain, hash_partial, is_partial, root
 from scheduler.sequence import Sequence
+from scheduler.slots import SlotLimits, SlotPool, Snapshots
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class _Tail:
 class KvAccounting:
     """Not shared between threads; `block_size` in tokens.
 
+    adapters: digests of the loaded ones by name: what was computed under other weights of the same name is not found.
     committed: blocks promised under guaranteed admission. lookups, hits: blocks asked of and found in the prefix cache.
     """
 
@@ -50,7 +53,9 @@ class KvAccounting:
         *,
         guaranteed: bool = False,
         kv_events: bool = False,
+        state: SlotLimits | None = None,
     ) -> None:
+        state = state or SlotLimits()
         if block_size < 1:
             raise ValueError(f"a block holds at least one token, not {block_size}")
         self.pool = BlockPool(total_blocks, report_removed=kv_events)
@@ -63,6 +68,13 @@ class KvAccounting:
         self._events: list[KvEvent] = []
         self._event_number = 0
         self._copies: list[BlockCopy] = []
+        self.adapters: dict[str, str] = {}
+        self.slots = SlotPool(state.slots)
+        self.snapshots = Snapshots(state.snapshots)
+        self.recurrent = state.recurrent
+        self._checkpoints: list[Effect] = []
+        self._releases: list[Effect] = []
+        self._snapshot_restores: list[Effect] = []
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -80,13 +92,16 @@ class KvAccounting:
         """
         if self.guaranteed and self.committed + self._promise(sequence, tokens) > self.pool.total:
             return False
+        if not self.slots.has_room:
+            return False
         needed = self.blocks_for(tokens)
         hits = self._match(sequence, leave) if reuse else []
         available = self.pool.available - sum(map(self.pool.is_idle, hits))
         spare = available - headroom - (needed - len(hits))
         if spare < 0:
             return False
-        tail = self._match_tail(sequence, len(hits), leave, spare) if reuse and leave else None
+        partly = reuse and leave and not self.recurrent
+        tail = self._match_tail(sequence, len(hits), leave, spare) if partly else None
         self.pool.acquire(hits)
         sequence.blocks = hits
         sequence.published = len(hits)
@@ -94,6 +109,9 @@ class KvAccounting:
         if tail is not None:
             self._use_tail(sequence, tail)
         self._append_fresh(sequence, needed)
+        self.slots.take(sequence)
+        if self.recurrent and leave and sequence.published:
+            self._snapshot_restores.append(self.snapshots.restore(sequence, sequence.chain[sequence.published - 1]))
         if self.guaranteed:
             sequence.committed = self._promise(sequence, tokens)
             self.committed += sequence.committed
@@ -108,6 +126,9 @@ class KvAccounting:
         self._extend_chain(sequence)
         usable = (len(sequence.known) - leave) // self.block_size
         found = self.pool.match(sequence.chain[:usable])
+        if self.recurrent and leave:
+            # What comes after the snapshot is computed again, and a shared block must not be written for it.
+            del found[self.snapshots.deepest(sequence.chain, len(found)) :]
         self.lookups += usable
         self.hits += len(found)
         return found
@@ -179,6 +200,13 @@ class KvAccounting:
         sequence.blocks += fresh
         return True
 
+    def take_back(self, sequence: Sequence, blocks: Items[BlockId]) -> None:
+        """Give back the newest blocks of a sequence, which nothing has written."""
+        if sequence.blocks[-len(blocks) :] != list(blocks):
+            raise InvariantBroken(f"blocks {blocks} are not its newest ones", sequence.request_id)
+        del sequence.blocks[-len(blocks) :]
+        self.pool.release(blocks)
+
     def publish(self, sequence: Sequence) -> None:
         """Make the blocks that became full findable."""
         full = sequence.start // self.block_size
@@ -193,6 +221,29 @@ class KvAccounting:
         sequence.published = full
         if self._kv_events and new:
             self._report_stored(sequence.chain, new)
+        if self.recurrent and full * self.block_size == sequence.start:
+            self._checkpoint(sequence, full)
+
+    def _checkpoint(self, sequence: Sequence, full: int) -> None:
+        """Keep the state after a full block: of a prompt at each chunk's end, of an answer at intervals."""
+        if sequence.start <= sequence.prompt_tokens or full % self.snapshots.interval == 0:
+            checkpoint = self.snapshots.checkpoint(sequence, sequence.chain[full - 1])
+            if checkpoint is not None:
+                self._checkpoints.append(checkpoint)
+
+    def chunk_end(self, sequence: Sequence, end: int) -> int:
+        """Where a chunk that may reach `end` ends: at a block's end where that lets a snapshot be taken."""
+        if not self.recurrent:
+            return end
+        last = len(sequence.known) if end < len(sequence.known) else len(sequence.known) - 1
+        cut = min(end, last) // self.block_size * self.block_size
+        return cut if cut > sequence.start else end
+
+    def take_slot_effects(self) -> tuple[list[Effect], list[Effect], list[Effect]]:
+        """What the device must do with slots before the next step: checkpoints, then releases, then restorations."""
+        effects = self._checkpoints, self._releases, self._snapshot_restores
+        self._checkpoints, self._releases, self._snapshot_restores = [], [], []
+        return effects
 
     def _report_stored(self, chain: Items[BlockHash], indices: Items[int]) -> None:
         self._report_removed()
@@ -229,8 +280,11 @@ class KvAccounting:
             if keep:
                 self._publish_tail(sequence)
             self.pool.release(sequence.blocks)
+            released = self.slots.give_back(sequence, "kept" if keep else "dropped")
         except InvariantBroken as error:
             raise InvariantBroken(error.message, sequence.request_id) from error
+        if released is not None:
+            self._releases.append(released)
         sequence.blocks = []
         sequence.published = 0
         if sequence.committed:
@@ -252,6 +306,6 @@ class KvAccounting:
         if (len(sequence.chain) + 1) * self.block_size <= len(sequence.known):
             extend_chain(sequence.chain, sequence.known, self.block_size, self._root(sequence))
 
-    @staticmethod
-    def _root(sequence: Sequence) -> BlockHash:
-        return root(sequence.request.adapter, sequence.request.cache_salt)
+    def _root(self, sequence: Sequence) -> BlockHash:
+        adapter = sequence.adapter
+        return root(adapter and self.adapters.get(adapter, adapter), sequence.request.cache_salt)

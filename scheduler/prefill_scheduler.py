@@ -11,7 +11,7 @@ lease: a pending one waits for this node itself.
 
 from dataclasses import dataclass
 from enum import Enum
-from math import inf
+from typing import Unpack
 
 from scheduler.base import SchedulerBase
 from scheduler.batching import BatchLimits
@@ -25,10 +25,12 @@ from scheduler.commands import (
     SubmitHandoffPrefill,
     Submitted,
 )
+from scheduler.effects import NO_SLOT
 from scheduler.errors import CommandRejected
 from scheduler.events import LeaseExpired, Side, SourceFinished, SourceHeld
 from scheduler.ids import BlockId, HandoffId, RequestId
 from scheduler.inventory import Holding
+from scheduler.options import SchedulerOptions
 from scheduler.policies import SchedulingPolicy
 from scheduler.queues import WaitingQueue
 from scheduler.request import FinishReason
@@ -61,6 +63,8 @@ class HeldKv:
     prompt_tokens: int
     first_token: int
     blocks: tuple[BlockId, ...]
+    slot: int = NO_SLOT
+    adapter: str | None = None
 
 
 class PrefillScheduler(SchedulerBase):
@@ -74,27 +78,13 @@ class PrefillScheduler(SchedulerBase):
         *,
         max_model_len: int,
         max_handoffs: int = 256,
-        prefix_caching: bool = True,
-        policy: SchedulingPolicy | None = None,
-        lease_s: float = inf,
-        incarnation: int = 1,
-        kv_events: bool = False,
+        **options: Unpack[SchedulerOptions],
     ) -> None:
-        super().__init__(
-            total_blocks,
-            block_size,
-            limits,
-            max_model_len=max_model_len,
-            prefix_caching=prefix_caching,
-            policy=policy,
-            lease_s=lease_s,
-            incarnation=incarnation,
-            kv_events=kv_events,
-        )
+        super().__init__(total_blocks, block_size, limits, max_model_len=max_model_len, **options)
         if max_handoffs < 1:
             raise ValueError(f"max_handoffs is {max_handoffs}, must be at least 1")
         self.max_handoffs = max_handoffs
-        self._queued = WaitingQueue((policy or SchedulingPolicy()).queue_key())
+        self._queued = WaitingQueue(options.get("policy", SchedulingPolicy()).queue_key())
         self._sources: dict[HandoffId, Source] = {}
         self._source_of: dict[RequestId, Source] = {}
 
@@ -140,6 +130,8 @@ class PrefillScheduler(SchedulerBase):
             prompt_tokens=sequence.prompt_tokens,
             first_token=sequence.known[-1],
             blocks=tuple(sequence.blocks),
+            slot=sequence.slot,
+            adapter=sequence.adapter,
         )
 
     def transfer_started(self, handoff_id: HandoffId, attempt: int) -> None:

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from scheduler.contract import (
+from scheduler.effects import (
     CopyBlocks,
     Done,
     DropSequenceState,
     Effect,
     EffectOutcome,
+    ReleaseSeq,
     RestoreSequenceState,
     Saved,
     SaveSequenceState,
@@ -56,9 +57,9 @@ class Pressure:
         self._paused = WaitingQueue(lambda sequence: sequence.arrival)
         self._saving: dict[RequestId, Sequence] = {}
         self._restoring: dict[RequestId, Sequence] = {}
-        self._drops: list[Effect] = []
+        self._notices: list[Effect] = []
         self._effects: list[Effect] = []
-        self._outstanding: set[Effect] = set()
+        self._outstanding: list[Effect] = []
 
     @property
     def paused(self) -> int:
@@ -91,7 +92,7 @@ class Pressure:
         sequence.preemptions += 1
         if self._policy.preemption is Preemption.SPILL and sequence.start:
             blocks = tuple(sequence.blocks[: self._kv.blocks_for(sequence.start)])
-            self._effects.append(SaveSequenceState(sequence.request_id, blocks, sequence.start))
+            self._effects.append(SaveSequenceState(sequence.request_id, blocks, sequence.start, sequence.slot))
             self._saving[sequence.request_id] = sequence
             sequence.state = SequenceState.SPILLED
             self._note(sequence, f"preempted: {sequence.start} tokens of KV go to the spill store")
@@ -127,7 +128,7 @@ class Pressure:
             self._note(sequence, f"resumed, {sequence.start} tokens cached")
             return sequence
         blocks = tuple(sequence.blocks[: self._kv.blocks_for(saved)])
-        self._effects.append(RestoreSequenceState(sequence.request_id, blocks, saved))
+        self._effects.append(RestoreSequenceState(sequence.request_id, blocks, saved, sequence.slot))
         self._restoring[sequence.request_id] = sequence
         sequence.state = SequenceState.RESTORING
         sequence.start = saved
@@ -139,17 +140,22 @@ class Pressure:
             raise InvariantBroken("removed while the device restores it", sequence.request_id)
         self._paused.remove(sequence)
         if sequence.state is SequenceState.SPILLED:
-            self._drops.append(DropSequenceState(sequence.request_id))
+            self.tell(DropSequenceState(sequence.request_id))
+
+    def tell(self, effect: Effect) -> None:
+        """Something that the device should know before the next step; whatever it answers."""
+        self._notices.append(effect)
 
     def take_effects(self) -> tuple[Effect, ...]:
-        """What the device must do now, in this order: make room, save, copy, restore. Each must be settled."""
+        """What the device must do now, in this order, each to be settled: drop, keep, save, free, copy, restore."""
         restores = [e for e in self._effects if isinstance(e, RestoreSequenceState)]
         saves = [e for e in self._effects if isinstance(e, SaveSequenceState)]
         pairs = tuple((copy.source, copy.target) for copy in self._kv.copies)
         copies = [CopyBlocks(pairs)] if pairs else []
-        effects = (*self._drops, *saves, *copies, *restores)
-        self._drops, self._effects = [], []
-        self._outstanding = set(effects)
+        checkpoints, releases, snapshots = self._kv.take_slot_effects()
+        effects = (*self._notices, *checkpoints, *saves, *releases, *copies, *restores, *snapshots)
+        self._notices, self._effects = [], []
+        self._outstanding = list(effects)
         return effects
 
     def settle(self, effect: Effect, outcome: EffectOutcome | None) -> list[Sequence]:
@@ -164,6 +170,9 @@ class Pressure:
                 self._settle_save(self._saving.pop(request_id), outcome)
             case RestoreSequenceState(request_id=request_id):
                 return [self._settle_restore(self._restoring.pop(request_id), outcome)]
+            case ReleaseSeq(slot=slot):
+                self._kv.slots.cleaned(slot)
+                self._kv.pool.generation += 1
             case _:
                 pass
         return []

@@ -20,7 +20,8 @@ class SamplingParams:
     """How a token is drawn. Temperature 0 is greedy; top_k 0 and top_p 1 switch those filters off.
 
     Draws use a counter-based generator keyed by (seed, position), so the same request continues with the same
-    tokens on another node.
+    tokens on another node. repetition_penalty looks at the prompt and what was sampled, presence_penalty and
+    frequency_penalty only at what was sampled, as in vLLM.
     """
 
     temperature: float = 0.0
@@ -28,6 +29,8 @@ class SamplingParams:
     top_k: int = 0
     seed: int = 0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     @property
     def is_greedy(self) -> bool:

@@ -8,6 +8,7 @@ blocks    [ published ... | private tail ]        published counts blocks findab
 from enum import Enum
 
 from scheduler.contract import Draw, Row
+from scheduler.effects import NO_SLOT
 from scheduler.ids import BlockHash, BlockId
 from scheduler.request import FinishReason, Request
 
@@ -49,6 +50,7 @@ class Sequence(Row):
     check_at: the length of `known` at which something other than "one more token" happens: a block is full, the limit
     is reached, stop tokens become legal.
     immune_until: outputs before which it can't be preempted again.
+    step: number of the newest launched step that computes something of it.
     probed: the pool's generation and the headroom with which admission last failed.
     """
 
@@ -62,11 +64,11 @@ class Sequence(Row):
         "output_limit",
         "preemptions",
         "probed",
-        "prompt_tokens",
         "published",
         "request",
         "since",
         "state",
+        "step",
         "stops",
     )
     known: list[int]
@@ -78,6 +80,8 @@ class Sequence(Row):
         self.start = self.end = 0
         self.blocks = []
         self.draw = None
+        self.slot = NO_SLOT
+        self.adapter = request.adapter
         self.request = request
         self.prompt_tokens = len(request.prompt)
         self.stops = request.stop_token_ids
@@ -86,7 +90,8 @@ class Sequence(Row):
         self.output_limit = output_limit
         self.state = SequenceState.PARKED
         self.chain: list[BlockHash] = []
-        self.cached = self.published = self.committed = self.preemptions = self.immune_until = self.check_at = 0
+        self.cached = self.published = self.committed = self.preemptions = 0
+        self.immune_until = self.check_at = self.step = 0
         self.probed: tuple[int, int] | None = None
 
     @property
@@ -105,8 +110,16 @@ class Sequence(Row):
 
     def next_draw(self) -> Draw:
         """How the token after the last known one is drawn."""
+        return self._draw_at(self.outputs)
+
+    def draw_after_next(self) -> Draw:
+        """How the token after that one is drawn."""
+        draw = self.draw
+        return draw if draw is not None and not draw.suppress else self._draw_at(self.outputs + 1)
+
+    def _draw_at(self, outputs: int) -> Draw:
         request = self.request
-        suppressed = request.stop_token_ids if self.outputs < request.min_tokens else frozenset[int]()
+        suppressed = request.stop_token_ids if outputs < request.min_tokens else frozenset[int]()
         return Draw(request.sampling, suppressed)
 
     def finish_with(self, token: int) -> FinishReason | None:

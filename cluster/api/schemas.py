@@ -33,7 +33,9 @@ class GenerationBody(Body):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     cache_salt: str | None = Field(None, min_length=1)
-    repetition_penalty: float | None = Field(None, gt=0.0)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100.0)
+    presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
+    frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
     stop: str | list[str] | None = Field(None, description="a string or a list of strings")
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = False

@@ -18,7 +18,6 @@ class Refused:
 
 _NO_LOGPROBS = Refused((False,), "log probabilities are not computed; leave it out or send null")
 _NO_TOOLS = Refused(([],), "tools are not supported; leave them out")
-_NO_PENALTY = Refused((0, 0.0), "send 0 or use repetition_penalty")
 _TEXT_ONLY = Refused(({"type": "text"},), "only free text is generated; leave it out")
 
 REFUSED: Mapping[str, Refused] = {
@@ -30,8 +29,6 @@ REFUSED: Mapping[str, Refused] = {
     "logprobs": _NO_LOGPROBS,
     "top_logprobs": Refused((0,), _NO_LOGPROBS.advice),
     "prompt_logprobs": _NO_LOGPROBS,
-    "presence_penalty": _NO_PENALTY,
-    "frequency_penalty": _NO_PENALTY,
     "min_p": Refused((0, 0.0), "use top_p or top_k"),
     "logit_bias": Refused(({},)),
     "allowed_token_ids": Refused(()),

@@ -104,4 +104,6 @@ def _sampling(body: GenerationBody, context: ApiContext) -> SamplingParams:
         top_k=max(body.top_k or 0, 0),
         seed=seed % 2**63,
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
     )

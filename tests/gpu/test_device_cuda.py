@@ -10,17 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from device.router import SyncRouter, build_sync_router
-from scheduler.contract import (
-    CopyBlocks,
-    Decode,
-    Draw,
-    Prefill,
-    Quiesce,
-    RestoreSequenceState,
-    Row,
-    Saved,
-    SaveSequenceState,
-)
+from scheduler.contract import Decode, Draw, Prefill, Row
+from scheduler.effects import NO_SLOT, CopyBlocks, Quiesce, RestoreSequenceState, Saved, SaveSequenceState
 from scheduler.ids import BlockId, RequestId
 from scheduler.request import SamplingParams
 
@@ -52,7 +43,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def build(folder: Path, device: str, dtype: str = "fp32") -> SyncRouter:
-    return build_sync_router(folder, "tiny", device, dtype, "torch", BLOCK_SIZE, None, TOTAL_BLOCKS, None)
+    return build_sync_router(folder, "tiny", device, dtype, "torch", BLOCK_SIZE, None, TOTAL_BLOCKS, None, slots=3)
 
 
 def tokens_of(router: SyncRouter, params: SamplingParams) -> list[list[int]]:
@@ -65,7 +56,8 @@ def tokens_of(router: SyncRouter, params: SamplingParams) -> list[list[int]]:
 
     def row(i: int, first: int, last: int) -> Row:
         draw = Draw(params) if last == len(tokens[i]) else None
-        return Row(RequestId(f"r{i}"), tokens[i], first, last, tables[i], draw)
+        slot = i if i < router.facts().slots else NO_SLOT
+        return Row(RequestId(f"r{i}"), tokens[i], first, last, tables[i], draw, slot, prompt_tokens=len(prompts[i]))
 
     def step(plan: Prefill | Decode, numbers: list[int]) -> None:
         for i, token in zip(numbers, router.await_result(router.launch(plan)).tokens, strict=True):
@@ -83,7 +75,15 @@ def tokens_of(router: SyncRouter, params: SamplingParams) -> list[list[int]]:
     return [own[len(prompt) :] for own, prompt in zip(tokens, prompts, strict=True)]
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9, top_k=20, seed=3)])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.8, top_p=0.9, top_k=20, seed=3),
+        SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4),
+        SamplingParams(temperature=0.8, seed=3, frequency_penalty=1.0),
+    ],
+)
 def test_tokens_equal_those_of_a_cpu(folder: Path, params: SamplingParams) -> None:
     assert tokens_of(build(folder, "cuda"), params) == tokens_of(build(folder, "cpu"), params)
 

@@ -182,11 +182,11 @@ def test_prefilled_logits_are_close_to_transformers(
 ) -> None:
     logits: list[torch.Tensor] = []
 
-    def keep(given: torch.Tensor, drawn: Any) -> list[int]:
+    def keep(given: torch.Tensor, drawn: Any, *_: Any) -> torch.Tensor:
         logits.append(given.clone())
-        return [0] * len(drawn)
+        return torch.zeros(len(drawn), dtype=torch.int64)
 
-    monkeypatch.setattr("device.router.draw_tokens", keep)
+    monkeypatch.setattr("device.model_runner.draw_ids", keep)
     monkeypatch.setattr("device.torch_attention.TILE", 7)  # several tiles per chunk
     rng = random.Random(5)
     prompt = [rng.randrange(VOCABULARY) for _ in range(sum(chunks))]

@@ -19,6 +19,7 @@ from handoff.driver import Driver, DriverLimits, HandoffRecord
 from handoff.exchange import Exchange, TransferEnd
 from handoff.leases import HandoffKey, LeaseKeeper
 from handoff.node import MakeExchange, Node
+from handoff.pool_layout import PoolLayout
 from handoff.report import NodeReport
 from handoff.transports.memory import MemoryFabric, MemoryTransport
 from handoff.wire import PROTOCOL_VERSION
@@ -53,7 +54,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class ClusterShape:
-    """policy: of both pools. spill_blocks: room for spilled KV on each node.
+    """policy: of both pools. spill_blocks: room for spilled KV on each node. depth: steps in flight on each node.
 
     jitter_seed: delays answers and reports at random, and delivers some reports twice; each node's stay in order.
     """
@@ -70,6 +71,7 @@ class ClusterShape:
     max_reservations: int = 32
     lease_s: float = 60.0
     max_model_len: int = 1024
+    depth: int = 2
     jitter_seed: int | None = None
 
 
@@ -185,7 +187,11 @@ class LocalCluster:
 
     def _add(self, name: NodeId, blocks: int, make: Callable[[NodeId, DeviceIo], PrefillNode | DecodeNode]) -> None:
         device = KvMachine(
-            blocks, BLOCK_SIZE, max_model_len=self.shape.max_model_len, spill_blocks=self.shape.spill_blocks
+            blocks,
+            BLOCK_SIZE,
+            max_model_len=self.shape.max_model_len,
+            spill_blocks=self.shape.spill_blocks,
+            depth=self.shape.depth,
         )
         self.devices[name] = device
         self.ports.nodes[name] = make(name, device)
@@ -219,15 +225,16 @@ class LocalCluster:
     def _make_exchange(self, name: NodeId, device: DeviceIo) -> MakeExchange:
         facts = device.facts()
 
-        def make(report: Callable[[TransferEnd], None]) -> Exchange:
+        def make(report: Callable[[TransferEnd], None], adapter_digest: Callable[[str], str]) -> Exchange:
             return Exchange(
                 node=name,
                 incarnation=1,
                 transport=MemoryTransport(self.fabric),
                 compatibility=Compatibility.of(facts, PROTOCOL_VERSION),
-                block_bytes=facts.block_bytes,
+                layout=PoolLayout.of(facts),
                 report=report,
                 clock=time.monotonic,
+                adapter_digest=adapter_digest,
             )
 
         return make

@@ -1,5 +1,6 @@
 """Drives one scheduler without threads: steps on a device, commands by short names, ids by number."""
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -7,12 +8,13 @@ from kv_machine import KvMachine
 
 from scheduler.base import SchedulerBase
 from scheduler.batching import BatchLimits
-from scheduler.contract import DeviceError, Effect, StepPlan
+from scheduler.contract import DecodeFed, DeviceError, DeviceIo, StepPlan
 from scheduler.decode_scheduler import DecodeScheduler
+from scheduler.effects import Effect, EffectOutcome, Ticket
 from scheduler.events import BoundaryEffects, Outputs
 from scheduler.ids import HandoffId, RequestId
 from scheduler.prefill_scheduler import PrefillScheduler
-from scheduler.request import Request
+from scheduler.request import FinishReason, Request
 
 S = TypeVar("S", bound=SchedulerBase)
 
@@ -49,15 +51,19 @@ def _build(kind: type[S], blocks: int, options: dict[str, Any]) -> S:
 class Stepper:
     """A scheduler and its device; remembers what came out. `check()` runs after every part of a boundary.
 
-    now: the clock; a step takes a second.
+    depth: how many steps may be in flight. io: the device, instead of a KvMachine made with `device`.
+    now: the clock; a step takes a second. in_flight: tickets of the launched steps, None for one whose launch failed.
     """
 
-    def __init__(self, scheduler: SchedulerBase, **device: Any) -> None:
+    def __init__(self, scheduler: SchedulerBase, depth: int = 1, io: DeviceIo | None = None, **device: Any) -> None:
         self.scheduler = scheduler
-        self.device = KvMachine(scheduler.kv.pool.total, scheduler.kv.block_size, **device)
+        self.depth = depth
+        self.device: Any = io or KvMachine(scheduler.kv.pool.total, scheduler.kv.block_size, depth=depth, **device)
         self.tokens: dict[str, list[int]] = {}
+        self.finishes: dict[str, FinishReason] = {}
         self.plans: list[str] = []
         self.effects: list[Effect] = []
+        self.in_flight: deque[Ticket | None] = deque()
         self.now = 0.0
 
     def boundary(self) -> BoundaryEffects:
@@ -67,45 +73,42 @@ class Stepper:
         for output in effects.outputs:
             if output.token is not None:
                 self.tokens.setdefault(output.request_id, []).append(output.token)
+            if output.finish is not None:
+                self.finishes[output.request_id] = output.finish
         return effects
 
     def launch(self) -> StepPlan | None:
         """Prepare and plan, without settling; None if nothing can run. What was not released before is lost."""
-        while True:
-            effects = self.scheduler.prepare()
-            for effect in effects:
-                self.effects.append(effect)
-                try:
-                    outcome = self.device.apply(effect)
-                except DeviceError:
-                    outcome = None
-                self.scheduler.effect_settled(effect, outcome)
-            self.scheduler.check()
-            plan = self.scheduler.plan()
-            if plan is not None:
-                self.plans.append(describe(plan))
-            if plan is not None or not effects:
-                return plan
+        for effect in self.scheduler.prepare():
+            self.effects.append(effect)
+            self.scheduler.effect_settled(effect, self._apply(effect))
+        self.scheduler.check()
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self.plans.append(describe(plan))
+        return plan
 
     def settle(self, plan: StepPlan) -> None:
         """Run the plan and book it; nothing of it is released yet."""
-        self.now += 1
-        self.scheduler.advance_clock(self.now)
-        try:
-            result = self.device.await_result(self.device.launch(plan))
-        except DeviceError:
-            self.scheduler.fail()
-        else:
-            self.scheduler.settle(result)
-        self.scheduler.check()
+        self._start(plan)
+        self._finish()
 
     def step(self) -> BoundaryEffects | None:
-        """One step and the boundary after it; None if nothing can run. Anything that was pending is released first."""
+        """One step and the boundary after it; None if nothing can run. Anything that was pending is released first.
+
+        At depth 2 the step after it is launched as well, where that may run ahead.
+        """
         pending = self.boundary()
-        plan = self.launch()
-        if plan is None:
-            return pending if not pending.is_empty else None
-        self.settle(plan)
+        if not self.in_flight:
+            asked = len(self.effects)
+            plan = self.launch()
+            if plan is None and len(self.effects) > asked:
+                plan = self.launch()  # what the device did may have made room
+            if plan is None:
+                return pending if not pending.is_empty else None
+            self._start(plan)
+        self._run_ahead()
+        self._finish()
         effects = self.boundary()
         return BoundaryEffects(
             (*pending.kv_events, *effects.kv_events),
@@ -114,6 +117,48 @@ class Stepper:
             (*pending.retired, *effects.retired),
             effects.incarnation,
         )
+
+    def _run_ahead(self) -> None:
+        if self.depth < 2 or self.in_flight[0] is None:
+            return
+        ahead = self.scheduler.plan_ahead()
+        self.scheduler.check()
+        if ahead is None:
+            return
+        plan, effects = ahead
+        self.plans.append(describe(plan))
+        for effect in effects:
+            self.effects.append(effect)
+            assert self._apply(effect) is not None, f"{effect} failed"
+        self._start(plan)
+
+    def _apply(self, effect: Effect) -> EffectOutcome | None:
+        try:
+            outcome: EffectOutcome = self.device.apply(effect)
+        except DeviceError:
+            return None
+        return outcome
+
+    def _start(self, plan: StepPlan) -> None:
+        try:
+            self.in_flight.append(self.device.launch(plan))
+        except DeviceError:
+            self.in_flight.append(None)
+
+    def _finish(self) -> None:
+        """Book the oldest step that was launched."""
+        self.now += 1
+        self.scheduler.advance_clock(self.now)
+        ticket = self.in_flight.popleft()
+        try:
+            result = None if ticket is None else self.device.await_result(ticket)
+        except DeviceError:
+            result = None
+        if result is None:
+            self.scheduler.fail()
+        else:
+            self.scheduler.settle(result)
+        self.scheduler.check()
 
     def run(self, limit: int = 1000) -> list[BoundaryEffects]:
         """Step until nothing can run."""
@@ -128,6 +173,8 @@ class Stepper:
 
 def describe(plan: StepPlan) -> str:
     """The kind of a plan and its rows with their positions."""
+    if isinstance(plan, DecodeFed):
+        return f"decodefed {', '.join(f'{row.request_id}[{row.end}]' for row in plan.rows)}"
     rows = [f"{row.request_id}[{row.start}..{row.end - 1}]{'' if row.draw else ' no draw'}" for row in plan.rows]
     return f"{type(plan).__name__.lower()} {', '.join(rows)}"
 

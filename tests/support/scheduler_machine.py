@@ -40,7 +40,8 @@ from scheduler_load import (
 from scheduler_model import Running
 
 from scheduler.commands import CancelRequest
-from scheduler.contract import DeviceError, Effect, StepPlan
+from scheduler.contract import DeviceError, StepPlan
+from scheduler.effects import Effect
 from scheduler.errors import StepInFlight
 from scheduler.ids import HandoffId, RequestId
 from scheduler.policies import Preemption
@@ -67,6 +68,7 @@ class SchedulerMachine(CommandedMachine):
             "kv_events": True,
         }
         self.build(setting, options)
+        self.scheduler.set_adapters({"a": "content of a"})
         self.device = KvMachine(setting.blocks, BLOCK_SIZE, spill_blocks=setting.spill_blocks)
         self.clock = 0.0
         self.plan: StepPlan | None = None

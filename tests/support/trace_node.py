@@ -12,8 +12,9 @@ from scheduler_drive import BLOCK_SIZE, describe
 from scheduler.base import SchedulerBase
 from scheduler.batching import BatchLimits
 from scheduler.commands import Command, CommandEffects
-from scheduler.contract import DeviceError, StepPlan, Ticket
+from scheduler.contract import DeviceError, StepPlan
 from scheduler.decode_scheduler import DecodeScheduler
+from scheduler.effects import Ticket
 from scheduler.errors import StepInFlight
 from scheduler.events import BoundaryEffects
 from scheduler.ids import RequestId

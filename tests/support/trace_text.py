@@ -6,7 +6,7 @@ from math import inf
 from kv_machine import expected_output
 
 from scheduler.commands import Applied, CommandEffects, DestinationAccepted, Submitted
-from scheduler.contract import (
+from scheduler.effects import (
     CopyBlocks,
     Done,
     DropSequenceState,

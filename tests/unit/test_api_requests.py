@@ -94,6 +94,28 @@ async def test_top_k_minus_one_is_off(client: httpx.AsyncClient, gateway: Script
     assert (await accepted(client, gateway, top_k=-1)).sampling.top_k == 0
 
 
+async def test_penalties_arrive(client: httpx.AsyncClient, gateway: ScriptedGateway) -> None:
+    for value in (0.5, -2, 2, 0):
+        sampling = (await accepted(client, gateway, presence_penalty=value, frequency_penalty=-value)).sampling
+        assert (sampling.presence_penalty, sampling.frequency_penalty) == (value, -value)
+    nulls = dict.fromkeys(["repetition_penalty", "presence_penalty", "frequency_penalty"])
+    sampling = (await accepted(client, gateway, **nulls)).sampling
+    assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+async def test_both_routes_know_the_penalties(client: httpx.AsyncClient, gateway: ScriptedGateway, route: str) -> None:
+    body = {"prompt": "hello"} if route == "completions" else {"messages": [{"role": "user", "content": "hello"}]}
+    penalties = {"repetition_penalty": 1.1, "presence_penalty": 0.25, "frequency_penalty": -0.5}
+    response = await client.post(f"/v1/{route}", json={**body, **penalties})
+    assert response.status_code == 200
+    sampling = gateway.requests[-1].sampling
+    assert {name: getattr(sampling, name) for name in penalties} == penalties
+    response = await client.post(f"/v1/{route}", json={**body, "presence_penalty": 2.5})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "presence_penalty"
+
+
 async def test_negative_seeds_are_folded(client: httpx.AsyncClient, gateway: ScriptedGateway) -> None:
     assert (await accepted(client, gateway, seed=-1)).sampling.seed == 2**63 - 1
 
@@ -163,6 +185,15 @@ async def test_every_form_of_prompt(
         ("seed", "x"),
         ("repetition_penalty", 0),
         ("repetition_penalty", -1),
+        ("repetition_penalty", 0.009),
+        ("repetition_penalty", 101),
+        ("repetition_penalty", True),
+        ("presence_penalty", 2.01),
+        ("presence_penalty", -2.01),
+        ("presence_penalty", "1"),
+        ("frequency_penalty", 3),
+        ("frequency_penalty", -3),
+        ("frequency_penalty", False),
         ("stop", 5),
         ("stop", [5]),
         ("stop", ""),
@@ -204,8 +235,6 @@ UNSUPPORTED = {
     "top_logprobs": [1],
     "tools": [[{"type": "function"}]],
     "response_format": [{"type": "json_object"}],
-    "presence_penalty": [0.5, -1],
-    "frequency_penalty": [0.5, False],
     "logit_bias": [{"5": 1}],
     "continue_final_message": [True],
 }

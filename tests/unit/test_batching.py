@@ -8,7 +8,8 @@ from scheduler_drive import Stepper, decode_scheduler, handoff, prefill_schedule
 
 from scheduler.batching import BatchLimits
 from scheduler.commands import CancelRequest, CancelSource, ReserveDestination, Submit, SubmitHandoffPrefill
-from scheduler.contract import StepResult, Ticket
+from scheduler.contract import StepResult
+from scheduler.effects import Ticket
 from scheduler.errors import CommandRejected, InvariantBroken, StepInFlight
 from scheduler.ids import RequestId
 from scheduler.policies import Preemption, SchedulingPolicy

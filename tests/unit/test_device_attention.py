@@ -10,7 +10,7 @@ from rows import make_row
 from torch import Tensor
 
 from device import torch_attention
-from device.attention import attention_backend, paged_attention
+from device.attention import NumberedLayers, attention_backend, paged_attention
 from device.batch import Batch, pack
 from device.errors import DeviceSetupError, ModelUnsupported
 from device.kv_pool import KvGeometry, KvPool
@@ -119,3 +119,19 @@ def test_attention_that_we_lack_is_refused(options: dict[str, Any], word: str) -
     q = torch.zeros(1, 1, 1, 1)
     with pytest.raises(ModelUnsupported, match=word):
         paged_attention(SimpleNamespace(layer_idx=0), q, q, q, None, **options)
+
+
+def test_attention_layers_are_numbered_among_themselves() -> None:
+    seen: list[int] = []
+
+    class Noting:
+        def attend(
+            self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+        ) -> Tensor:
+            seen.append(layer)
+            return query
+
+    step, nothing = NumberedLayers(Noting(), (1, 4, 5)), torch.zeros(1)
+    for layer in (4, 1, 5):
+        assert step.attend(layer, nothing, nothing, nothing, 1.0, None) is nothing
+    assert seen == [1, 0, 2]

@@ -17,7 +17,7 @@ def test_rows_become_one_row_of_tokens() -> None:
     batch = pack(rows, 4, CPU)
     assert batch.token_ids.tolist() == [[5, 6, 7, 8, 4, 4]]
     assert batch.positions.tolist() == [[3, 4, 5, 4, 0, 1]]
-    assert batch.slots.tolist() == [9 * 4 + 3, 2 * 4, 2 * 4 + 1, 3 * 4, 7 * 4, 7 * 4 + 1]
+    assert batch.places.tolist() == [9 * 4 + 3, 2 * 4, 2 * 4 + 1, 3 * 4, 7 * 4, 7 * 4 + 1]
     assert batch.drawn.tolist() == [2, 3]
     assert [(s.offset, s.count, s.start, s.length) for s in batch.spans] == [
         (0, 3, 3, 6),
@@ -28,7 +28,7 @@ def test_rows_become_one_row_of_tokens() -> None:
 
 def test_a_block_table_may_be_longer_than_needed() -> None:
     batch = pack([row([1], 8, [5, 6, 7, 8, 9], True)], 4, CPU)
-    assert batch.slots.tolist() == [7 * 4]
+    assert batch.places.tolist() == [7 * 4]
 
 
 def test_a_step_without_draws() -> None:

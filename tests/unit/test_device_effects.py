@@ -13,23 +13,19 @@ from device.build import build_router
 from device.errors import DeviceSetupError
 from device.kv_pool import KvPool
 from device.router import SyncRouter
-from scheduler.contract import (
+from scheduler.contract import Decode, DeviceError, Draw, Fault, Prefill
+from scheduler.device_config import DeviceConfig
+from scheduler.effects import (
     CopyBlocks,
-    Decode,
-    DeviceError,
     Done,
-    Draw,
     DropSequenceState,
     Effect,
     Exhausted,
-    Fault,
-    Prefill,
     Quiesce,
     RestoreSequenceState,
     Saved,
     SaveSequenceState,
 )
-from scheduler.device_config import DeviceConfig
 from scheduler.ids import BlockId, RequestId
 from scheduler.request import SamplingParams
 

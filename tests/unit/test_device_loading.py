@@ -6,19 +6,24 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_hybrids import SIZES, save_hybrid
 from torch import nn
 from transformers import (
+    BambaConfig,
     BloomConfig,
     BloomForCausalLM,
     DeepseekV3Config,
+    FalconH1Config,
     GptOssConfig,
     GptOssForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
-    Qwen3NextConfig,
     T5Config,
 )
+from transformers.models.bamba import modeling_bamba
 
 from device.cpu_linear import PackedLinear, can_pack, pack_linears
 from device.digest import model_digest
@@ -57,8 +62,9 @@ def test_a_model_says_what_it_is(tmp_path: Path) -> None:
     [
         (lambda: T5Config(), "an encoder-decoder"),
         (lambda: DeepseekV3Config(), "multi-head latent attention"),
-        (lambda: MambaConfig(), "layers of type linear_attention"),
-        (lambda: Qwen3NextConfig(), "layers of type linear_attention"),
+        (lambda: MambaConfig(), "no attention layers"),
+        (lambda: FalconH1Config(), "layers of type hybrid"),
+        (lambda: BambaConfig(attn_layer_indices=[3], time_step_limit=(0.0, 0.1)), "a limit on time steps"),
         (
             lambda: LlamaConfig(
                 **SMALL, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
@@ -82,10 +88,50 @@ def gpt_oss() -> Any:
     return GptOssForCausalLM(GptOssConfig(**small, rope_parameters={"rope_type": "default", "rope_theta": 1e4}))
 
 
-@pytest.mark.parametrize(("make", "reason"), [(bloom, "[Bb]loom"), (gpt_oss, "s_aux")])
+def jamba() -> Any:
+    return JambaForCausalLM(JambaConfig(**SIZES, attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=4))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(bloom, "[Bb]loom"), (gpt_oss, "s_aux"), (jamba, "around JambaMambaMixer 0 hands no arguments down")],
+)
 def test_what_only_running_it_shows_is_named_too(make: Callable[[], Any], reason: str, tmp_path: Path) -> None:
     make().save_pretrained(tmp_path)
     with pytest.raises(ModelUnsupported, match=reason):
+        load_model(tmp_path, "cpu", "fp32")
+
+
+def test_a_hybrid_says_what_it_keeps(tmp_path: Path) -> None:
+    save_hybrid("bamba", tmp_path)
+    model = load_model(tmp_path, "cpu", "bf16")
+    assert (model.layers, model.attention_layers, model.kv_heads, model.head_dim) == (2, (1, 3), 2, 8)
+    assert [kept.layer for kept in model.recurrent] == [0, 2, 4]
+    first = model.recurrent[0]
+    assert (first.convolution.shape, first.convolution.dtype) == ((88, 4), torch.bfloat16)
+    assert (first.recurrent.shape, first.recurrent.dtype) == ((8, 8, 6), torch.float32)
+
+
+def test_a_plain_model_keeps_nothing_else(tmp_path: Path) -> None:
+    model = load_model(llama(tmp_path), "cpu", "fp32")
+    assert (model.attention_layers, model.recurrent) == ((0, 1), ())
+
+
+@pytest.mark.parametrize("function", ["mamba2_chunk_scan", "causal_conv1d_update"])
+def test_a_layer_that_forgets_its_state_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    """What transformers did before it passed the states on."""
+    own = getattr(modeling_bamba, function)
+
+    def forgetful(first: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if function == "causal_conv1d_update":
+            args = (torch.zeros_like(args[0]), *args[1:])
+        return own(first, *args, **{k: v for k, v in options.items() if k != "initial_states"})
+
+    save_hybrid("bamba", tmp_path)
+    monkeypatch.setattr(modeling_bamba, function, forgetful)
+    with pytest.raises(ModelUnsupported, match="recurrent layer 0 does not go on from a given state"):
         load_model(tmp_path, "cpu", "fp32")
 
 

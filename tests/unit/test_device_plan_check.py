@@ -89,7 +89,18 @@ def test_bad_plans_are_refused_with_what_is_wrong(plan: Prefill | Decode, messag
         SamplingParams(top_p=1.1),
         SamplingParams(top_k=-1),
         SamplingParams(repetition_penalty=0.0),
+        SamplingParams(repetition_penalty=-1.0),
+        SamplingParams(repetition_penalty=0.009),
+        SamplingParams(repetition_penalty=101.0),
+        SamplingParams(repetition_penalty=float("inf")),
+        SamplingParams(repetition_penalty=float("nan")),
+        SamplingParams(presence_penalty=2.1),
+        SamplingParams(presence_penalty=-2.1),
+        SamplingParams(presence_penalty=float("nan")),
+        SamplingParams(frequency_penalty=2.1),
+        SamplingParams(frequency_penalty=float("-inf")),
         SamplingParams(temperature=float("nan")),
+        SamplingParams(temperature=float("inf")),
     ],
 )
 def test_sampling_out_of_range_is_refused(params: SamplingParams) -> None:
@@ -97,8 +108,30 @@ def test_sampling_out_of_range_is_refused(params: SamplingParams) -> None:
         check_plan(Prefill((replace(GOOD, draw=Draw(params)),)), FACTS)
 
 
-def test_history_is_checked_only_where_it_is_used() -> None:
-    unused, used = (Draw(SamplingParams(repetition_penalty=penalty)) for penalty in (1.0, 1.1))
-    check_plan(Prefill((make_row("a", [1], 2, [7], unused, past=[99, 0]),)), FACTS)
-    with pytest.raises(DeviceError, match="history token id 99"):
-        check_plan(Prefill((make_row("a", [1], 2, [7], used, past=[99, 0]),)), FACTS)
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(repetition_penalty=0.01, presence_penalty=2.0, frequency_penalty=-2.0),
+        SamplingParams(repetition_penalty=100.0, presence_penalty=-2.0, frequency_penalty=2.0),
+    ],
+)
+def test_penalties_at_the_edge_pass(params: SamplingParams) -> None:
+    check_plan(Prefill((replace(GOOD, draw=Draw(params)),)), FACTS)
+
+
+def test_a_slot_has_one_row() -> None:
+    first, second = (row([1], 0, (block,), DRAW, name) for block, name in ((0, "a"), (1, "b")))
+    facts = replace(FACTS, slots=2)
+    check_plan(Prefill((first, second)), facts)
+    check_plan(Prefill((replace(first, slot=1), replace(second, slot=0))), facts)
+    check_plan(Prefill((replace(first, slot=1), second)), facts)
+    with pytest.raises(DeviceError, match="b and a have the same slot 1"):
+        check_plan(Prefill((replace(first, slot=1), replace(second, slot=1))), facts)
+    for slot in (2, -2):
+        with pytest.raises(DeviceError, match=f"a: slot {slot} is outside 0 to 1"):
+            check_plan(Prefill((replace(first, slot=slot),)), facts)
+
+
+def test_recurrent_state_needs_a_slot() -> None:
+    with pytest.raises(DeviceError, match="slot -1 is outside 0 to 1, and the model needs one"):
+        check_plan(Prefill((GOOD,)), replace(FACTS, slots=2, slot_bytes=64))

@@ -11,7 +11,8 @@ from tiny_model import build_tiny, save_tiny_model
 from device.errors import DeviceSetupError
 from device.kv_pool import KvPool
 from device.router import SyncRouter
-from scheduler.contract import Decode, DeviceError, Done, Draw, Fault, Prefill, Quiesce, Row, Ticket
+from scheduler.contract import Decode, DeviceError, Draw, Fault, Prefill, Row
+from scheduler.effects import Done, Quiesce, Ticket
 from scheduler.request import SamplingParams
 
 

@@ -1,5 +1,6 @@
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,10 @@ import torch
 from torch import Tensor
 
 from device import sampler
-from device.sampler import Drawn, NotFiniteError, draw_tokens, uniform
-from scheduler.contract import Draw, Row
+from device.draws import Drawn
+from device.penalties import Penalties
+from device.sampler import NO_TOKEN, draw_ids, uniform
+from scheduler.contract import Draw
 from scheduler.ids import RequestId
 from scheduler.request import SamplingParams
 
@@ -19,8 +22,13 @@ VOCABULARY = 300
 def draw(position: int = 1, suppress: frozenset[int] = frozenset(), history: Any = None, **params: Any) -> Drawn:
     """history: the ids before the drawn one; if there are none that matter, `position` says how many."""
     known = range(position) if history is None else history
-    how = Draw(SamplingParams(**params), suppress)
-    return Row(RequestId("r"), known, len(known) - 1, len(known), [0], how), how
+    return Drawn(RequestId("r"), Draw(SamplingParams(**params), suppress), known, len(known))
+
+
+def draw_tokens(given: Tensor, drawn: Sequence[Drawn]) -> list[int]:
+    penalties = Penalties(0, given.shape[-1], 64, given.device)
+    ids: list[int] = draw_ids(given, drawn, penalties).tolist()
+    return ids
 
 
 def logits(rows: int, seed: int = 0, vocabulary: int = VOCABULARY) -> Tensor:
@@ -79,6 +87,8 @@ def test_a_token_does_not_depend_on_the_company(dtype: torch.dtype, head: int, m
             top_p=rng.choice([1.0, 0.95, 0.5, 0.01]),
             seed=rng.randrange(1 << 40),
             repetition_penalty=rng.choice([1.0, 1.3]),
+            presence_penalty=rng.choice([0.0, 0.0, 1.1]),
+            frequency_penalty=rng.choice([0.0, 0.0, -0.4]),
         )
         for _ in range(60)
     ]
@@ -142,6 +152,38 @@ def test_the_repetition_penalty_lowers_positive_and_negative_logits_once() -> No
     assert draw_tokens(given, [draw(history=history), draw(history=history)]) == [0, 0]
 
 
+@pytest.mark.parametrize(
+    "params", [{}, {"temperature": 0.8, "seed": 4}, {"temperature": 2.0, "top_p": 0.7, "top_k": 9}]
+)
+def test_penalties_come_before_the_draw(params: dict[str, Any]) -> None:
+    """A penalised draw is the plain draw from penalised logits; what is suppressed stays so."""
+    penalty = {"repetition_penalty": 1.4, "presence_penalty": 0.7, "frequency_penalty": 0.5}
+    given = logits(30)
+    history = [list(range(i, 3 * i + 1)) * 2 for i in range(30)]
+    penalised = [draw(history=own, suppress=frozenset({5}), **params, **penalty) for own in history]
+    lowered = given.clone()
+    for row, own in zip(lowered, history, strict=True):
+        seen = torch.tensor(own).unique()
+        row[seen] = torch.where(row[seen] > 0, row[seen] / 1.4, row[seen] * 1.4) - 0.5 * 2 - 0.7
+    lowered[:, 5] = float("-inf")
+    tokens = draw_tokens(given, penalised)
+    assert tokens == draw_tokens(lowered, [draw(history=own, **params) for own in history])
+    assert tokens != draw_tokens(given, [draw(history=own, **params) for own in history])
+
+
+@pytest.mark.parametrize("params", [{"repetition_penalty": 1.5}, {"temperature": 1.0, "frequency_penalty": 0.8}])
+def test_a_fed_draw_is_the_draw_of_one_position_later(params: dict[str, Any]) -> None:
+    """Beside rows without a penalty, which need no fed id."""
+    given = logits(20)
+    fed = [int(row.argmax()) if i % 2 else 7 for i, row in enumerate(given)]
+    history = [[1, 2, 3 + i] for i in range(20)]
+    how = [params if i % 3 else {} for i in range(20)]
+    ahead = [draw(history=own, seed=i, **how[i])._replace(fed=True) for i, own in enumerate(history)]
+    after = [draw(history=[*own, fed[i]], seed=i, **how[i]) for i, own in enumerate(history)]
+    found = draw_ids(given, ahead, Penalties(0, VOCABULARY, 64, given.device), torch.tensor(fed))
+    assert found.tolist() == draw_tokens(given, after)
+
+
 def test_the_given_logits_are_not_modified() -> None:
     given = logits(2)
     before = given.clone()
@@ -149,16 +191,23 @@ def test_the_given_logits_are_not_modified() -> None:
     assert torch.equal(given, before)
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5, "top_k": 4}])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_p": 0.5, "top_k": 4},
+        {"repetition_penalty": 1.2},
+        {"temperature": 1.0, "frequency_penalty": 1.0, "presence_penalty": -1.0},
+    ],
+)
 def test_a_row_without_a_finite_answer_is_named(params: dict[str, Any]) -> None:
     given = logits(3)
     given[1, 5] = float("nan")
-    with pytest.raises(NotFiniteError) as caught:
-        draw_tokens(given, [draw(**params)] * 3)
-    assert caught.value.row == 1
+    tokens = draw_tokens(given, [draw(**params)] * 3)
+    assert [token == NO_TOKEN for token in tokens] == [False, True, False]
     given[1] = float("-inf")
-    with pytest.raises(NotFiniteError):
-        draw_tokens(given, [draw(**params)] * 3)
+    assert draw_tokens(given, [draw(**params)] * 3) == tokens
 
 
 def test_greedy_rows_do_not_reach_the_sampling_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,8 @@ FACTS = DeviceFacts(
     total_blocks=10,
     block_bytes=32,
     max_model_len=30,
+    slots=2,
+    slot_bytes=64,
 )
 A, B = RequestId("a"), RequestId("b")
 TOKENS, SIZE = 9, 96
@@ -196,6 +198,21 @@ def test_every_byte_of_a_file_is_checked(disk: DiskStore, tmp_path: Path, file: 
     assert np.array_equal(disk.take(A, TOKENS, SIZE), content())
 
 
+def test_the_header_says_what_was_put_and_on_what(file: bytes) -> None:
+    _, _, length = HEAD.unpack_from(file)
+    body = msgspec.msgpack.decode(file[HEAD.size : HEAD.size + length])
+    assert isinstance(body.pop("checksum"), int)
+    assert body == {
+        "request_id": A,
+        "tokens": TOKENS,
+        "size": SIZE,
+        "block_bytes": FACTS.block_bytes,
+        "slot_bytes": FACTS.slot_bytes,
+        "dtype": FACTS.dtype,
+        "model_digest": FACTS.model_digest,
+    }
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -203,6 +220,7 @@ def test_every_byte_of_a_file_is_checked(disk: DiskStore, tmp_path: Path, file: 
         ("tokens", 10),
         ("size", 97),
         ("block_bytes", 33),
+        ("slot_bytes", 65),
         ("dtype", "bf16"),
         ("model_digest", "abce"),
         ("checksum", None),
@@ -220,7 +238,7 @@ def test_a_wrong_header_field_is_named(
     assert field in damaged(disk, tmp_path, written(changed))
 
 
-@pytest.mark.parametrize(("prefix", "word"), [((b"prelayKV", 1), "begins with"), ((b"prelaykv", 2), "version 2")])
+@pytest.mark.parametrize(("prefix", "word"), [((b"prelayKV", 2), "begins with"), ((b"prelaykv", 1), "version 1")])
 def test_another_format_is_named(
     disk: DiskStore, tmp_path: Path, file: bytes, prefix: tuple[bytes, int], word: str
 ) -> None:

@@ -8,6 +8,7 @@ from kv_machine import KvMachine
 
 from handoff.compatibility import Compatibility, IncompatiblePeer
 from handoff.exchange import Broken, Exchange, Landed, PeerInfo, Sent, TransferEnd
+from handoff.pool_layout import PoolLayout
 from handoff.transports.base import Done, Link, OnMessage, PeerLost, Piece, TransferError
 from handoff.wire import Accept, Message, Offer, Refuse, decode, encode
 from scheduler.decode_scheduler import ReservedKv
@@ -17,6 +18,7 @@ from scheduler.prefill_scheduler import HeldKv
 P, D = NodeId("prefill-0"), NodeId("decode-0")
 H = HandoffId("h")
 BLOCK_BYTES = 32
+LAYOUT = PoolLayout(BLOCK_BYTES)
 COMPATIBILITY = Compatibility.of(KvMachine(4, 4).facts(), protocol=1)
 
 
@@ -71,7 +73,7 @@ class Side:
         self.ends: list[TransferEnd] = []
         self.now = 10.0
         self.exchange = Exchange(
-            node, incarnation, self.transport, COMPATIBILITY, BLOCK_BYTES, self.ends.append, lambda: self.now
+            node, incarnation, self.transport, COMPATIBILITY, LAYOUT, self.ends.append, lambda: self.now
         )
         self.exchange.start(None)
 

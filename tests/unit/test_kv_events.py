@@ -146,6 +146,7 @@ def test_blocks_with_a_known_one_between_them_are_two_runs() -> None:
 
 def test_the_first_block_of_an_adapter_or_tenant_has_no_parent_either() -> None:
     stepper = prefill()
+    stepper.scheduler.set_adapters({"a": "a"})
     for number, key in enumerate(((None, None), ("a", None), (None, "a")), 1):
         stored = serve(stepper, str(key), range(4), adapter=key[0], cache_salt=key[1])
         assert stored == [BlocksStored(number, None, tuple(names(range(4), *key)))]

@@ -8,20 +8,15 @@ import pytest
 from kv_machine import KvMachine, expected_output
 from rows import make_row
 
-from scheduler.contract import (
+from scheduler.contract import Decode, DeviceError, Draw, Fault, Prefill, Row
+from scheduler.effects import (
     CopyBlocks,
-    Decode,
-    DeviceError,
     Done,
-    Draw,
     DropSequenceState,
     Effect,
     Exhausted,
-    Fault,
-    Prefill,
     Quiesce,
     RestoreSequenceState,
-    Row,
     Saved,
     SaveSequenceState,
 )

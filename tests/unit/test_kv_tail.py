@@ -8,7 +8,7 @@ from scheduler_drive import Stepper, prefill_scheduler, request
 
 from scheduler.batching import BatchLimits
 from scheduler.commands import CancelRequest, Submit
-from scheduler.contract import CopyBlocks
+from scheduler.effects import CopyBlocks
 from scheduler.events import BoundaryEffects
 from scheduler.ids import RequestId
 from scheduler.kv import BlockCopy, KvAccounting

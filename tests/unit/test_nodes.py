@@ -73,7 +73,7 @@ class Bench:
         self.log += [f"tell {type(event).__name__} {event.handoff_id}" for event in report.events]
         self.log += [f"tell {type(end).__name__} {end.handoff_id}" for end in report.transfers]
 
-    def make_exchange(self, report: Callable[[TransferEnd], None]) -> Any:
+    def make_exchange(self, report: Callable[[TransferEnd], None], adapter_digest: Callable[[str], str]) -> Any:
         self.exchange = RecordingExchange(self.log, report)
         return self.exchange
 

@@ -7,7 +7,8 @@ from scheduler_drive import Stepper, handoff, request
 
 from scheduler.batching import BatchLimits
 from scheduler.commands import ActivateDestination, CancelDestination, CancelRequest, ReserveDestination, Submit
-from scheduler.contract import Draw, StepResult, Ticket
+from scheduler.contract import Draw, StepResult
+from scheduler.effects import Ticket
 from scheduler.errors import InvariantBroken
 from scheduler.events import Output
 from scheduler.ids import RequestId

@@ -19,8 +19,8 @@ from scheduler.commands import (
     Submit,
     SubmitHandoffPrefill,
 )
-from scheduler.contract import RestoreSequenceState, SaveSequenceState
 from scheduler.decode_scheduler import DecodeScheduler
+from scheduler.effects import RestoreSequenceState, SaveSequenceState
 from scheduler.ids import RequestId
 from scheduler.metrics import Counters, Moments, SchedulerMetrics
 from scheduler.policies import Preemption, SchedulingPolicy

@@ -7,7 +7,7 @@ from scheduler_drive import Stepper, handoff, request
 
 from scheduler.batching import BatchLimits
 from scheduler.commands import ActivateDestination, CancelRequest, Submit
-from scheduler.contract import DropSequenceState, RestoreSequenceState, SaveSequenceState
+from scheduler.effects import DropSequenceState, RestoreSequenceState, SaveSequenceState
 from scheduler.ids import RequestId
 from scheduler.policies import Preemption, SchedulingPolicy
 from scheduler.pressure import PressureCounters

@@ -13,7 +13,8 @@ from scheduler.commands import (
     Submit,
     SubmitHandoffPrefill,
 )
-from scheduler.contract import StepResult, Ticket
+from scheduler.contract import StepResult
+from scheduler.effects import Ticket
 from scheduler.errors import InvariantBroken
 from scheduler.ids import RequestId
 from scheduler.story import MAX_LINES, StoryBook, StoryLine

@@ -44,8 +44,8 @@ def test_another_magic_or_version_is_named() -> None:
     frame = encode(OFFER)
     with pytest.raises(WireError, match="HTTP"):
         decode(b"HTTP" + frame[4:])
-    with pytest.raises(WireError, match="speaks version 2, this node speaks 1"):
-        decode(frame[:4] + b"\x02\x00" + frame[6:])
+    with pytest.raises(WireError, match="speaks version 9, this node speaks 2"):
+        decode(frame[:4] + b"\x09\x00" + frame[6:])
 
 
 GOOD = {"type": "refuse", "handoff_id": "h", "attempt": 1, "incarnation": 1, "reason": ""}
