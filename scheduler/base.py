@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from math import inf
 from typing import Unpack
 
+from scheduler.acceptance import require_servable
 from scheduler.batching import Batcher, BatchLimits
 from scheduler.commands import (
     MID_STEP,
@@ -37,25 +38,19 @@ from scheduler.errors import CommandRejected, InvariantBroken, StaleIncarnation,
 from scheduler.events import BoundaryEffects, LifecycleEvent, Output, Outputs
 from scheduler.ids import HandoffId, RequestId
 from scheduler.inventory import Holding, Inventory
-from scheduler.kv import KvAccounting
 from scheduler.leases import Leases
 from scheduler.metrics import Counters, SchedulerMetrics, measure
-from scheduler.options import SchedulerOptions
-from scheduler.policies import Preemption, SchedulingPolicy
-from scheduler.proof import prove
+from scheduler.options import SchedulerOptions, accounting, policy_of
+from scheduler.proof import leaves_device_alone, prove
 from scheduler.request import FinishReason, Request
 from scheduler.retained import Retained
 from scheduler.running import Settled
 from scheduler.sequence import SCHEDULED, Sequence, SequenceState
-from scheduler.slots import SlotLimits
 from scheduler.story import StoryBook, StoryLine
 
 
 class SchedulerBase(ABC):
-    """Commands that both sides know, and the step cycle.
-
-    options: see SchedulerOptions.
-    """
+    """Commands that both sides know, and the step cycle. options: see SchedulerOptions."""
 
     def __init__(
         self,
@@ -66,15 +61,8 @@ class SchedulerBase(ABC):
         max_model_len: int,
         **options: Unpack[SchedulerOptions],
     ) -> None:
-        policy = options.get("policy", SchedulingPolicy())
-        self.kv = KvAccounting(
-            total_blocks,
-            block_size,
-            options.get("prefix_caching", True),
-            guaranteed=policy.preemption is Preemption.NONE,
-            kv_events=options.get("kv_events", False),
-            state=options.get("state", SlotLimits()),
-        )
+        policy = policy_of(options)
+        self.kv = accounting(total_blocks, block_size, options)
         self.batcher = Batcher(self.kv, limits, policy, self._note)
         self.max_model_len = max_model_len
         self.incarnation = options.get("incarnation", 1)
@@ -169,21 +157,8 @@ class SchedulerBase(ABC):
     def _new_sequence(self, request: Request, output_limit: int) -> Sequence:
         if request.request_id in self._sequences or self._retained.mentions(request.request_id):
             raise CommandRejected(f"request id {request.request_id} is already active on this node")
-        if request.adapter is not None and request.adapter not in self.kv.adapters:
-            raise CommandRejected(f"adapter {request.adapter} is not loaded on this node: load it on all nodes first")
-        length = len(request.prompt) + output_limit
-        if length > self.max_model_len + 1:
-            raise CommandRejected(
-                f"{len(request.prompt)} prompt tokens and {output_limit} new ones exceed the model's "
-                f"{self.max_model_len} positions: shorten the prompt or lower max_tokens"
-            )
         sequence = Sequence(request, self._arrivals, output_limit, self.now)
-        if self.kv.footprint(sequence) > self.kv.pool.total:
-            raise CommandRejected(
-                f"{len(request.prompt)} prompt tokens and {output_limit} new ones need "
-                f"{self.kv.footprint(sequence)} KV blocks, the node has {self.kv.pool.total}: shorten the request "
-                "or give the node more KV memory"
-            )
+        require_servable(sequence, self.kv, self.max_model_len)
         return sequence
 
     def _own(self, sequence: Sequence, what: str) -> None:
@@ -363,8 +338,7 @@ class SchedulerBase(ABC):
         """Nothing of any request is on the device or in its spill store: its adapter table may change. Reached after a
         while of `is_admission_held`, since what was admitted goes on; who has nothing yet keeps waiting.
         """
-        owners = (s.blocks or s.state is SequenceState.SPILLED for s in self._sequences.values())
-        return not self._doomed and not any(owners)
+        return not self._doomed and leaves_device_alone(self._sequences.values())
 
     def set_adapters(self, digests: Mapping[str, str]) -> None:
         """The adapters that requests may name from now on, with the digests of their content."""

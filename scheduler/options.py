@@ -2,7 +2,8 @@
 
 from typing import TypedDict
 
-from scheduler.policies import SchedulingPolicy
+from scheduler.kv import KvAccounting
+from scheduler.policies import Preemption, SchedulingPolicy
 from scheduler.slots import SlotLimits
 
 
@@ -20,3 +21,19 @@ class SchedulerOptions(TypedDict, total=False):
     incarnation: int
     kv_events: bool
     state: SlotLimits
+
+
+def policy_of(options: SchedulerOptions) -> SchedulingPolicy:
+    return options.get("policy", SchedulingPolicy())
+
+
+def accounting(total_blocks: int, block_size: int, options: SchedulerOptions) -> KvAccounting:
+    """The KV accounting of a scheduler with these options."""
+    return KvAccounting(
+        total_blocks,
+        block_size,
+        options.get("prefix_caching", True),
+        guaranteed=policy_of(options).preemption is Preemption.NONE,
+        kv_events=options.get("kv_events", False),
+        state=options.get("state", SlotLimits()),
+    )

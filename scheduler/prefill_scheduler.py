@@ -30,8 +30,7 @@ from scheduler.errors import CommandRejected
 from scheduler.events import LeaseExpired, Side, SourceFinished, SourceHeld
 from scheduler.ids import BlockId, HandoffId, RequestId
 from scheduler.inventory import Holding
-from scheduler.options import SchedulerOptions
-from scheduler.policies import SchedulingPolicy
+from scheduler.options import SchedulerOptions, policy_of
 from scheduler.queues import WaitingQueue
 from scheduler.request import FinishReason
 from scheduler.sequence import Sequence
@@ -84,7 +83,7 @@ class PrefillScheduler(SchedulerBase):
         if max_handoffs < 1:
             raise ValueError(f"max_handoffs is {max_handoffs}, must be at least 1")
         self.max_handoffs = max_handoffs
-        self._queued = WaitingQueue(options.get("policy", SchedulingPolicy()).queue_key())
+        self._queued = WaitingQueue(policy_of(options).queue_key())
         self._sources: dict[HandoffId, Source] = {}
         self._source_of: dict[RequestId, Source] = {}
 

@@ -6,7 +6,7 @@ from scheduler.batching import Batcher
 from scheduler.effects import NO_SLOT
 from scheduler.errors import InvariantBroken
 from scheduler.kv import KvAccounting
-from scheduler.sequence import SCHEDULED, Sequence
+from scheduler.sequence import SCHEDULED, Sequence, SequenceState
 
 
 def prove(kv: KvAccounting, batcher: Batcher, sequences: Iterable[Sequence], doomed: Iterable[Sequence]) -> None:
@@ -24,3 +24,8 @@ def prove(kv: KvAccounting, batcher: Batcher, sequences: Iterable[Sequence], doo
     committed = sum(s.committed for s in owners)
     if committed != kv.committed:
         raise InvariantBroken(f"{kv.committed} blocks are promised, sequences have {committed}")
+
+
+def leaves_device_alone(sequences: Iterable[Sequence]) -> bool:
+    """Whether none of them has anything on the device or in its spill store."""
+    return not any(s.blocks or s.state is SequenceState.SPILLED for s in sequences)
