@@ -10,12 +10,15 @@ from typing import Any, TypeVar
 import structlog
 from ray.exceptions import RayActorError, RayTaskError
 
+from cluster.adapter_rollout import AdapterRollout
 from cluster.errors import NodeLost, NoNodeLeft
 from handoff.coordinator import Order
 from handoff.driver import Driver, DriverLimits, HandoffRecord
 from handoff.leases import HandoffKey, LeaseKeeper
 from handoff.logs import configure_logs
+from handoff.node_actor import ADAPTER_TIMEOUT_S
 from handoff.report import NodeReport
+from scheduler.adapters import AdapterFacts, LoraCommand
 from scheduler.commands import Command, CommandEffects, SubmitHandoffPrefill
 from scheduler.ids import HandoffId, NodeId, RequestId
 from scheduler.request import Request
@@ -28,10 +31,12 @@ T = TypeVar("T")
 RECENT_RECORDS = 256
 ANSWER_TIMEOUT_S = 10.0
 """A node's answer to a question of an operator."""
+ADAPTER_ANSWER_TIMEOUT_S = ADAPTER_TIMEOUT_S + ANSWER_TIMEOUT_S
+"""A node's answer to an adapter command: its own limit comes first, and withdraws the command."""
 
 
 class RayNodes:
-    """NodePort and LeasePort over actor handles."""
+    """NodePort, LeasePort and AdapterPort over actor handles."""
 
     def __init__(self, handles: dict[NodeId, Any]) -> None:
         self._handles = handles
@@ -49,6 +54,9 @@ class RayNodes:
 
     async def renew_leases(self, node: NodeId, handoffs: Sequence[HandoffKey]) -> None:
         await _unwrapped(node, self._handles[node].renew_leases.remote(handoffs))
+
+    async def lora(self, node: NodeId, command: LoraCommand) -> tuple[AdapterFacts, ...]:
+        return await _unwrapped(node, self._handles[node].lora.remote(command))
 
 
 async def _unwrapped(node: NodeId, call: Awaitable[T]) -> T:
@@ -93,6 +101,7 @@ class CoordinatorActor:
         self._completions: Counter[str] = Counter()
         self._turn = 0
         self._driver: Driver | None = None
+        self._rollout: AdapterRollout | None = None
         self._api: Any = None
         self._watches: list[asyncio.Task[None]] = []
 
@@ -104,6 +113,7 @@ class CoordinatorActor:
         self._pools = {"prefill": list(prefill), "decode": list(decode)}
         nodes = RayNodes(self._handles)
         self._driver = Driver(nodes, self._limits, time.monotonic, self._on_record, self._on_orphan)
+        self._rollout = AdapterRollout(nodes, self._alive_nodes, ADAPTER_ANSWER_TIMEOUT_S)
         keeper = LeaseKeeper(nodes, self._driver.live_handoffs, self._lease_s)
         self._watches = [asyncio.create_task(keeper.run()), asyncio.create_task(self._ping_nodes())]
         self._watches += [asyncio.create_task(self._wait_for_end(node)) for node in self._handles]
@@ -118,6 +128,14 @@ class CoordinatorActor:
 
     async def cancel(self, request_id: RequestId) -> bool:
         return self._running().cancel(request_id)
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """On all nodes or none. Raises AdapterRefused, AdapterUnsettled, NoNodeLeft."""
+        await self._adapters().load(name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Raises AdapterRefused, AdapterUnsettled, NoNodeLeft."""
+        await self._adapters().unload(name)
 
     async def report(self, report: NodeReport) -> None:
         self._running().on_report(report)
@@ -155,6 +173,11 @@ class CoordinatorActor:
             raise RuntimeError("the coordinator is not started")
         return self._driver
 
+    def _adapters(self) -> AdapterRollout:
+        if self._rollout is None:
+            raise RuntimeError("the coordinator is not started")
+        return self._rollout
+
     def _pick(self, role: str) -> NodeId:
         alive = self._alive(role)
         if not alive:
@@ -164,6 +187,14 @@ class CoordinatorActor:
 
     def _alive(self, role: str) -> list[NodeId]:
         return [node for node in self._pools[role] if node not in self._lost]
+
+    def _alive_nodes(self) -> list[NodeId]:
+        """Prefill nodes first. Raises NoNodeLeft if a pool has none: nothing can be served then."""
+        pools = {role: self._alive(role) for role in self._pools}
+        for role, alive in pools.items():
+            if not alive:
+                raise NoNodeLeft(f"no {role} node is alive; restart the server")
+        return [node for alive in pools.values() for node in alive]
 
     def _on_record(self, record: HandoffRecord) -> None:
         self._recent.append(record)

@@ -45,6 +45,17 @@ class Gateway(Protocol):
         """
         ...
 
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter on all nodes; path: its folder there. The name must be new.
+
+        Raises RequestRejected when no node has it in the end, another GatewayError when some may.
+        """
+        ...
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload it from all nodes; no new request may name it any more. May be asked again after a GatewayError."""
+        ...
+
     async def status(self) -> dict[str, Any]:
         """Nodes, links, handoffs: what `prelay status --json` prints."""
         ...

@@ -11,6 +11,7 @@ from cluster.gateway import GatewayError, Overloaded, RequestRejected, ServiceFa
 from cluster.token_streams import TokenStreams
 from handoff.coordinator import Completion
 from handoff.driver import HandoffRecord
+from scheduler.adapters import AdapterRefused
 from scheduler.ids import RequestId
 from scheduler.request import Request
 
@@ -19,6 +20,8 @@ log = structlog.get_logger()
 ANSWER_TIMEOUT_S = 30.0
 """The coordinator's answer to a question of an operator."""
 CANCEL_RETRY_S = 0.05
+ADAPTER_TIMEOUT_S = 3600.0
+"""The coordinator's answer when an adapter is loaded or unloaded, one node after another and back again."""
 
 
 class RayGateway:
@@ -48,6 +51,12 @@ class RayGateway:
             if not finished:
                 # Not awaited: the coordinator's cleanup is bounded on its side.
                 self._start(self._cancel(request.request_id, serving))
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        await _change_adapters(self._coordinator.load_adapter.remote(name, path))
+
+    async def unload_adapter(self, name: str) -> None:
+        await _change_adapters(self._coordinator.unload_adapter.remote(name))
 
     async def status(self) -> dict[str, Any]:
         status: dict[str, Any] = await _answer(self._coordinator.status.remote())
@@ -96,10 +105,23 @@ def failure_of(record: HandoffRecord) -> GatewayError | None:
     return ServiceFailed(f"the request could not be served: {record.reason}")
 
 
-async def _answer(call: Awaitable[Any]) -> Any:
+async def _change_adapters(call: Awaitable[Any]) -> None:
+    """Raises RequestRejected when the nodes refuse, ServiceFailed when it is open what they did."""
+    try:
+        await _answer(call, ADAPTER_TIMEOUT_S)
+    except RayTaskError as failed:
+        if isinstance(failed.cause, AdapterRefused):
+            raise RequestRejected(str(failed.cause)) from None
+        raise ServiceFailed(str(failed.cause)) from None
+    except Exception as lost:
+        log.error("coordinator call failed", reason=repr(lost))
+        raise ServiceFailed("the coordinator can't be reached: try again") from lost
+
+
+async def _answer(call: Awaitable[Any], timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
     """Raises TimeoutError."""
 
     async def wait() -> Any:
         return await call
 
-    return await asyncio.wait_for(wait(), ANSWER_TIMEOUT_S)
+    return await asyncio.wait_for(wait(), timeout_s)

@@ -3,7 +3,7 @@
 from collections import deque
 from concurrent.futures import Future
 
-from scheduler.adapters import AdapterFacts, AdapterRefused, ListAdapters, LoraCommand, UnloadAdapter
+from scheduler.adapters import AdapterFacts, AdapterRefused, ListAdapters, LoraCommand
 from scheduler.base import SchedulerBase
 from scheduler.contract import DeviceIo
 
@@ -19,12 +19,17 @@ class AdapterDesk:
         self._device = device
         self._queue: deque[tuple[LoraCommand, Future[Answer]]] = deque()
 
-    def ask(self, command: LoraCommand) -> "Future[Answer]":
-        """The table after the command. The future raises AdapterRefused; cancelling it withdraws the command."""
-        future: Future[Answer] = Future()
+    def ask(self, command: LoraCommand, future: "Future[Answer]") -> None:
+        """`future` gets the table after the command, or AdapterRefused; cancelling it withdraws the command."""
         self._queue.append((command, future))
         self._scheduler.is_admission_held = True
-        return future
+
+    def close(self, reason: Exception) -> None:
+        """Nothing is served any more: whoever waits is told so."""
+        while self._queue:
+            _, future = self._queue.popleft()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(reason)
 
     def serve(self) -> None:
         """At a boundary: do what was asked for if the device is quiet. Admission goes on when nothing is asked."""
@@ -49,5 +54,5 @@ class AdapterDesk:
         if isinstance(command, ListAdapters):
             return
         waiting = self._scheduler.count_adapter(command.name)
-        if isinstance(command, UnloadAdapter) and waiting:
-            raise AdapterRefused(f"{waiting} requests wait for adapter {command.name}: unload it when they are done")
+        if waiting and command.name in self.digests:
+            raise AdapterRefused(f"adapter {command.name} has requests that wait ({waiting}): ask when they are done")

@@ -17,7 +17,7 @@ from handoff.exchange import Broken, Exchange, Landed, PeerInfo, TransferEnd
 from handoff.leases import HandoffKey
 from handoff.node_status import node_status
 from handoff.report import NodeReport
-from handoff.step_loop import StepLoop
+from handoff.step_loop import LoopStopped, StepLoop
 from scheduler.adapters import AdapterFacts, LoraCommand
 from scheduler.base import SchedulerBase
 from scheduler.commands import Command, CommandEffects
@@ -61,6 +61,7 @@ class Node(ABC, Generic[S]):
         )
         self._adapters = AdapterDesk(scheduler, device)
         self._loop = StepLoop(scheduler, device, self._on_boundary, clock, node)
+        self._loop.ended.add_done_callback(lambda _: self._adapters.close(LoopStopped("the step loop has ended")))
         self._events: list[LifecycleEvent] = []
         self._transfers: list[Landed | Broken] = []
 
@@ -91,8 +92,10 @@ class Node(ABC, Generic[S]):
 
         Cancelling it before that withdraws the command.
         """
-        asked = await asyncio.wrap_future(self._loop.call(lambda: self._adapters.ask(command)))
-        return await asyncio.wrap_future(asked)
+        table: Future[tuple[AdapterFacts, ...]] = Future()
+        asked = self._loop.call(lambda: self._adapters.ask(command, table))
+        asked.add_done_callback(lambda done: _pass_on_failure(done, table))
+        return await asyncio.wrap_future(table)
 
     def status(self) -> "Future[dict[str, Any]]":
         """This node's line in `prelay status`, as plain data; proves the block accounting on the way."""
@@ -180,3 +183,9 @@ class Node(ABC, Generic[S]):
             "incarnation": self._incarnation,
             **node_status(self._scheduler, self._loop.counters, self._facts, self._exchange.links()),
         }
+
+
+def _pass_on_failure(asked: "Future[Any]", waiting: "Future[Any]") -> None:
+    failure = asked.exception()
+    if failure is not None and waiting.set_running_or_notify_cancel():
+        waiting.set_exception(failure)

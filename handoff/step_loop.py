@@ -25,10 +25,11 @@ from handoff.inbox import Call, boundary_order
 from scheduler.base import SchedulerBase
 from scheduler.commands import Command
 from scheduler.contract import DecodeFed, DeviceError, DeviceIo, Prefill, StepPlan, StepResult
-from scheduler.effects import CopyBlocks, Effect, EffectOutcome, EpShutdown, Quiesce, Ticket
+from scheduler.effects import CopyBlocks, Effect, EffectOutcome, Ticket
 from scheduler.errors import InvariantBroken
 from scheduler.events import BoundaryEffects
 from scheduler.ids import RequestId
+from scheduler.shutdown import shut_down
 
 log = structlog.get_logger()
 
@@ -158,26 +159,14 @@ class StepLoop:
             self.ended.set_result(None)
 
     def _tear_down(self) -> None:
-        """What is in flight is read and dropped, mirror ranks are told, then the device is quiet and its memory freed.
+        """A device that can't end quietly or free its memory must not keep the node from ending."""
 
-        A device that can't do one of it must not keep the node from ending.
-        """
-        while self._flights:
-            flight = self._flights.popleft()
-            try:
-                if flight.ticket is not None:
-                    self._device.await_result(flight.ticket)
-            except Exception:
-                log.exception("the last step failed")
-        for effect in (EpShutdown(), Quiesce()):
-            try:
-                self._device.apply(effect)
-            except Exception:
-                log.exception("device could not end quietly", effect=repr(effect))
-        try:
-            self._device.teardown()
-        except Exception:
-            log.exception("device could not be torn down")
+        def report(what: str, error: Exception) -> None:
+            log.error("device could not end quietly", part=what, reason=str(error))
+
+        tickets = [flight.ticket for flight in self._flights if flight.ticket is not None]
+        self._flights.clear()
+        shut_down(self._device, report, tickets)
 
     def _take_inbox(self, *, wait: bool) -> None:
         """Do all that waits. What comes meanwhile waits for the next boundary."""

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from scheduler.contract import Decode, DecodeFed, Prefill, StepPlan, StepResult
-from scheduler.effects import Effect, EffectOutcome, ReserveKv, Rollback, SsmSnapshotRestore
+from scheduler.effects import Effect, EffectOutcome, MarconiCheckpoint, ReserveKv, Rollback, SsmSnapshotRestore
 from scheduler.errors import InvariantBroken, StepInFlight
 from scheduler.ids import BlockId
 from scheduler.kv import KvAccounting
@@ -211,7 +211,10 @@ class Batcher:
 
     def effect_settled(self, effect: Effect, outcome: EffectOutcome | None) -> None:
         """The device answered an effect of `prepare`; None if it failed. All must be settled before `plan`."""
-        if isinstance(effect, SsmSnapshotRestore) and outcome is None:
+        if isinstance(effect, MarconiCheckpoint) and outcome is None:
+            self.kv.snapshots.forget(effect.snapshot)
+        if isinstance(effect, SsmSnapshotRestore) and (outcome is None or not self.kv.snapshots.holds(effect.snapshot)):
+            # The place holds what was there before, if the checkpoint asked for in this very boundary failed.
             self._restart(effect)
         for sequence in self.pressure.settle(effect, outcome):
             self._running.decoding.pop(sequence, None)

@@ -113,6 +113,10 @@ class Snapshots:
         self._place_of[block_hash] = place
         return MarconiCheckpoint(sequence.request_id, sequence.slot, sequence.start, place)
 
+    def holds(self, place: int) -> bool:
+        """Whether there is a snapshot in this place, as far as is known."""
+        return place in self._place_of.values()
+
     def forget(self, place: int) -> None:
         """A snapshot could not be made, or not be read."""
         for block_hash, known in self._place_of.items():

@@ -12,6 +12,7 @@ from cluster.api.completions import completions_router
 from cluster.api.connection import ClientLeft
 from cluster.api.context import ApiContext
 from cluster.api.errors import install_error_handlers
+from cluster.api.lora import lora_router
 from cluster.api.metrics import ApiMetrics, CountRequests
 from cluster.api.service import service_router
 from cluster.api.settings import ApiSettings
@@ -59,7 +60,7 @@ def create_app(
     )
     # Bodies are read by the routes, within their limits, so a generated schema would not show them.
     app = FastAPI(title="Prelay", openapi_url=None)
-    for make_router in (chat_router, completions_router, tokens_router, service_router):
+    for make_router in (chat_router, completions_router, tokens_router, lora_router, service_router):
         app.include_router(make_router(context))
     install_error_handlers(app, settings.retry_after_s)
     app.add_exception_handler(ClientLeft, _on_client_left)

@@ -68,7 +68,9 @@ def chat_router(context: ApiContext) -> APIRouter:
         check_unsupported(body)
         check_generation(body, context)
         choice = await _choice(body, context)
-        shape = ChatShape(f"chatcmpl-{choice.request.request_id}", int(context.unix_time()), context.model_name)
+        shape = ChatShape(
+            f"chatcmpl-{choice.request.request_id}", int(context.unix_time()), context.name_of(body.model)
+        )
         return await answer(http, body, [choice], shape, context)
 
     return router

@@ -56,7 +56,9 @@ def completions_router(context: ApiContext) -> APIRouter:
         choices = [
             _new_choice(index, tokens, body, context) for index, tokens in enumerate(await _prompts(body, context))
         ]
-        shape = CompletionShape(f"cmpl-{choices[0].request.request_id}", int(context.unix_time()), context.model_name)
+        shape = CompletionShape(
+            f"cmpl-{choices[0].request.request_id}", int(context.unix_time()), context.name_of(body.model)
+        )
         return await answer(http, body, choices, shape, context)
 
     return router

@@ -1,9 +1,10 @@
 """What every route needs, wired once by `create_app`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.api.errors import ApiError
+from cluster.api.lora_names import LoraNames
 from cluster.api.metrics import ApiMetrics
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ChatTokenizer
@@ -26,13 +27,26 @@ class ApiContext:
     new_seed: Callable[[], int]
     clock: Callable[[], float]
     unix_time: Callable[[], float]
+    lora: LoraNames = field(default_factory=LoraNames)
 
     def check_model(self, model: str | None) -> None:
-        """Raise 404 for another model than ours. None means ours."""
-        if model is not None and model != self.model_name:
+        """Raise 404 for another model than ours and its adapters. None means ours."""
+        if model is not None and model != self.model_name and model not in self.lora.served:
+            names = ", ".join(map(repr, (self.model_name, *self.lora.served)))
             raise ApiError(
                 404,
-                f"The model {model!r} is not served here; this server has {self.model_name!r}.",
+                f"The model {model!r} is not served here; this server has {names}.",
                 param="model",
                 code="model_not_found",
             )
+
+    def name_of(self, model: str | None) -> str:
+        """What an answer calls a checked `model`."""
+        return self.model_name if model is None else model
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """The adapter that a checked `model` names; None for the base model.
+
+        Not looked up again: a name that was taken away since must fail in the cluster, not run under the base model.
+        """
+        return None if model == self.model_name else model

@@ -109,3 +109,12 @@ class TokenizeBody(Body):
 
 class DetokenizeBody(Body):
     tokens: list[int]
+
+
+class LoadAdapterBody(Body):
+    lora_name: str = Field(min_length=1)
+    lora_path: str = Field(min_length=1)
+
+
+class UnloadAdapterBody(Body):
+    lora_name: str = Field(min_length=1)

@@ -26,12 +26,12 @@ def service_router(context: ApiContext) -> APIRouter:
 
     @router.get("/v1/models")
     async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model_card(context, started)]}
+        return {"object": "list", "data": _model_cards(context, started)}
 
     @router.get("/v1/models/{model:path}")
     async def get_model(model: str) -> dict[str, Any]:
         context.check_model(model)
-        return _model_card(context, started)
+        return next(card for card in _model_cards(context, started) if card["id"] == model)
 
     @router.get("/health")
     async def health() -> dict[str, str]:
@@ -60,14 +60,23 @@ def service_router(context: ApiContext) -> APIRouter:
     return router
 
 
-def _model_card(context: ApiContext, created: int) -> dict[str, Any]:
+def _model_cards(context: ApiContext, started: int) -> list[dict[str, Any]]:
+    """The base model, then its adapters."""
+    base = context.model_name
+    return [
+        _model_card(base, base, None, started, context),
+        *(_model_card(a.name, a.path, base, a.created, context) for a in context.lora.served.values()),
+    ]
+
+
+def _model_card(name: str, root: str, parent: str | None, created: int, context: ApiContext) -> dict[str, Any]:
     return {
-        "id": context.model_name,
+        "id": name,
         "object": "model",
         "created": created,
         "owned_by": "prelay",
-        "root": context.model_name,
-        "parent": None,
+        "root": root,
+        "parent": parent,
         "max_model_len": context.max_model_len,
     }
 

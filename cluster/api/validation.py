@@ -67,6 +67,7 @@ def build_request(
         stop_token_ids=stop_tokens if body.ignore_eos else stop_tokens | context.eos_token_ids,
         sampling=_sampling(body, context),
         priority=body.priority or 0,
+        adapter=context.adapter_of(body.model),
         cache_salt=body.cache_salt,
     )
 

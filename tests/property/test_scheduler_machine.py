@@ -121,7 +121,10 @@ class PrefillMachine(SchedulerMachine):
 
 
 class DecodeMachine(SchedulerMachine):
-    """receiving: reservations whose blocks the transport may write, and the request that they are for."""
+    """receiving: reservations whose blocks the transport may write, and the request that they are for.
+
+    armed: the last handoffs that activated themselves.
+    """
 
     name = "decode scheduler"
     scheduler: DecodeScheduler
@@ -132,6 +135,7 @@ class DecodeMachine(SchedulerMachine):
         self.scheduler = DecodeScheduler(setting.blocks, BLOCK_SIZE, setting.limits, max_reservations=limit, **options)
         self.model = DestinationModel(setting.blocks, BLOCK_SIZE, MAX_MODEL_LEN, setting.lease_s, INCARNATION, limit)
         self.receiving: dict[tuple[HandoffId, int], tuple[ReservedKv, Request]] = {}
+        self.armed: list[tuple[HandoffId, int]] = []
 
     def begin_handoff(self, handoff: HandoffId, request: Request, attempt: int, armed: bool) -> None:
         self.apply(ReserveDestination(handoff, request, attempt, armed))
@@ -141,7 +145,9 @@ class DecodeMachine(SchedulerMachine):
         return prefill, ReleaseSource(handoff, attempt), CancelSource(handoff, attempt)
 
     def proceed(self, pick: int, flag: bool) -> None:
-        self.apply(ActivateDestination(*self.some_handoff(pick)))
+        """Also for those that once activated themselves: each of them is acknowledged once, unless it is cancelled."""
+        keys = self.armed if flag and self.armed else [self.some_handoff(pick)]
+        self.apply(ActivateDestination(*keys[pick % len(keys)]))
 
     def cancel_handoff(self, pick: int, flag: bool) -> None:
         self.apply(CancelDestination(*self.some_handoff(pick)))
@@ -202,6 +208,8 @@ class DecodeMachine(SchedulerMachine):
             self.history.append((owned.request.adapter, owned.request.prompt))
         self.receiving.pop(key, None)
         assert self.scheduler.landed(*key, first) == self.model.landed(*key)
+        if key in self.model.unacknowledged:
+            self.armed = [*self.armed[-2:], key]
 
     def fill(self, reserved: ReservedKv, request: Request) -> None:
         right = kv_values(request.prompt)

@@ -136,11 +136,13 @@ class CommandedMachine(RuleBasedStateMachine):
         getattr(self, name)(pick, flag)
 
     def cancel_request(self, pick: int, discard: bool) -> None:
-        """One that runs, is spilled, has output that nobody has seen, or is here in any way."""
+        """Half of the time what is rare: one that is over and not told, or has output ready, or runs, or is spilled."""
+        owned = list(self.model.owned)
+        ready = [output.request_id for output in self.model.kept.outputs]
+        over = [name for name in ready if name not in owned]
         running = [row.owned.name for row in self.model.step or ()]
-        kept = [output.request_id for output in self.model.kept.outputs]
-        groups = [group for group in (running, list(self.device.saved), kept, list(self.model.owned)) if group]
-        group = groups[pick % len(groups)] if groups else [RequestId("r0")]
+        groups = [group for group in (over, ready, running, list(self.device.saved), owned) if group]
+        group = groups[0 if pick % 2 else pick // 2 % len(groups)] if groups else [RequestId("r0")]
         self.apply(CancelRequest(group[pick // 4 % len(group)], discard))
 
     def renew(self, pick: int, flag: bool) -> None:

@@ -21,18 +21,20 @@ from handoff.leases import HandoffKey, LeaseKeeper
 from handoff.node import MakeExchange, Node
 from handoff.pool_layout import PoolLayout
 from handoff.report import NodeReport
+from handoff.transports.base import Transport
 from handoff.transports.memory import MemoryFabric, MemoryTransport
 from handoff.wire import PROTOCOL_VERSION
 from prefill_node.node import PrefillNode
 from scheduler.batching import BatchLimits
 from scheduler.commands import Command, CommandEffects, SubmitHandoffPrefill
-from scheduler.contract import DeviceIo
+from scheduler.contract import DeviceFacts, DeviceIo
 from scheduler.decode_scheduler import DecodeScheduler
 from scheduler.ids import HandoffId, NodeId, RequestId
 from scheduler.policies import SchedulingPolicy
 from scheduler.prefill_scheduler import PrefillScheduler
 from scheduler.request import Request
 from scheduler.routing import least_loaded
+from scheduler.slots import SlotLimits
 
 T = TypeVar("T")
 
@@ -56,6 +58,8 @@ class Answer:
 class ClusterShape:
     """policy: of both pools. spill_blocks: room for spilled KV on each node. depth: steps in flight on each node.
 
+    make_device: a node's device for its number of blocks, and its pool's bytes, instead of a KvMachine; spill_blocks
+    and depth are its own business then. make_transport: instead of the memory transport.
     jitter_seed: delays answers and reports at random, and delivers some reports twice; each node's stay in order.
     """
 
@@ -72,6 +76,8 @@ class ClusterShape:
     lease_s: float = 60.0
     max_model_len: int = 1024
     depth: int = 2
+    make_device: Callable[[int], tuple[DeviceIo, object]] | None = None
+    make_transport: Callable[[], Transport] | None = None
     jitter_seed: int | None = None
 
 
@@ -141,12 +147,13 @@ class Ports:
 
 
 class LocalCluster:
-    """Use as an async context manager; every node is stopped at its end."""
+    """Use as an async context manager; every node is stopped at its end. devices: the KvMachines, by node."""
 
     def __init__(self, shape: ClusterShape) -> None:
         self.shape = shape
         self.fabric = MemoryFabric()
         self.devices: dict[NodeId, KvMachine] = {}
+        self._pools: dict[NodeId, object] = {}
         self._jitter = None if shape.jitter_seed is None else random.Random(shape.jitter_seed)
         self._deliver_at: dict[NodeId, float] = {}
         self.ports = Ports(self._delay)
@@ -171,7 +178,7 @@ class LocalCluster:
             self._add(name, self.shape.decode_blocks, self._decode_node)
         keeper = LeaseKeeper(self.ports, self.driver.live_handoffs, self.shape.lease_s)
         self._keeping = asyncio.create_task(keeper.run())
-        infos = {name: node.start(self.devices[name].pool) for name, node in self.ports.nodes.items()}
+        infos = {name: node.start(self._pools[name]) for name, node in self.ports.nodes.items()}
         for prefill in self._prefills:
             for decode in self._decodes:
                 self.ports.nodes[prefill].connect(infos[decode])
@@ -182,42 +189,53 @@ class LocalCluster:
         self._keeping.cancel()
         self.fabric.release()
         for name, node in self.ports.nodes.items():
-            self.devices[name].gate.release()
+            if name in self.devices:
+                self.devices[name].gate.release()
             await asyncio.to_thread(node.stop, 10.0)
 
     def _add(self, name: NodeId, blocks: int, make: Callable[[NodeId, DeviceIo], PrefillNode | DecodeNode]) -> None:
-        device = KvMachine(
+        if self.shape.make_device is not None:
+            device, self._pools[name] = self.shape.make_device(blocks)
+        else:
+            device = self.devices[name] = self._oracle(blocks)
+            self._pools[name] = device.pool
+        self.ports.nodes[name] = make(name, device)
+
+    def _oracle(self, blocks: int) -> KvMachine:
+        return KvMachine(
             blocks,
             BLOCK_SIZE,
             max_model_len=self.shape.max_model_len,
             spill_blocks=self.shape.spill_blocks,
             depth=self.shape.depth,
         )
-        self.devices[name] = device
-        self.ports.nodes[name] = make(name, device)
 
     def _prefill_node(self, name: NodeId, device: DeviceIo) -> PrefillNode:
+        facts = device.facts()
         scheduler = PrefillScheduler(
-            self.shape.prefill_blocks,
-            BLOCK_SIZE,
+            facts.total_blocks,
+            facts.block_size,
             self.shape.limits,
-            max_model_len=self.shape.max_model_len,
+            max_model_len=facts.max_model_len,
             max_handoffs=self.shape.max_holds,
             policy=self.shape.policy,
             lease_s=self.shape.lease_s,
+            state=_state(facts),
         )
         exchange = self._make_exchange(name, device)
         return PrefillNode(name, 1, scheduler, device, exchange, self._publish, time.monotonic)
 
     def _decode_node(self, name: NodeId, device: DeviceIo) -> DecodeNode:
+        facts = device.facts()
         scheduler = DecodeScheduler(
-            self.shape.decode_blocks,
-            BLOCK_SIZE,
+            facts.total_blocks,
+            facts.block_size,
             self.shape.limits,
-            max_model_len=self.shape.max_model_len,
+            max_model_len=facts.max_model_len,
             max_reservations=self.shape.max_reservations,
             policy=self.shape.policy,
             lease_s=self.shape.lease_s,
+            state=_state(facts),
         )
         exchange = self._make_exchange(name, device)
         return DecodeNode(name, 1, scheduler, device, exchange, self._publish, time.monotonic)
@@ -229,7 +247,7 @@ class LocalCluster:
             return Exchange(
                 node=name,
                 incarnation=1,
-                transport=MemoryTransport(self.fabric),
+                transport=self._make_transport(),
                 compatibility=Compatibility.of(facts, PROTOCOL_VERSION),
                 layout=PoolLayout.of(facts),
                 report=report,
@@ -238,6 +256,10 @@ class LocalCluster:
             )
 
         return make
+
+    def _make_transport(self) -> Transport:
+        make = self.shape.make_transport
+        return MemoryTransport(self.fabric) if make is None else make()
 
     def _publish(self, report: NodeReport) -> None:
         self._event_loop.call_soon_threadsafe(self._send, report)
@@ -362,3 +384,7 @@ class LocalCluster:
         for name in alive:
             blocks = (await self.status(name))["blocks"]
             assert blocks["free"] + blocks["cached"] == blocks["total"]
+
+
+def _state(facts: DeviceFacts) -> SlotLimits:
+    return SlotLimits(facts.slots, facts.snapshots, recurrent=facts.slot_bytes > 0)

@@ -107,7 +107,7 @@ Act: TypeAlias = tuple[str, int, bool]
 KINDS = (
     *["proceed"] * 3,
     *["end_transfer"] * 3,
-    *["cancel_request"] * 2,
+    *["cancel_request"] * 3,
     *["cancel_handoff", "start_transfer", "renew"],
 )
 acts: st.SearchStrategy[Act] = st.tuples(st.sampled_from(KINDS), picks, st.booleans())

@@ -104,6 +104,7 @@ class SchedulerMachine(CommandedMachine):
         self.prepare(fails)
 
     def prepare(self, fails: Collection[int]) -> None:
+        paused = self.paused()
         effects = self.scheduler.prepare()
         self.device.fail_effects = {len(self.device.effects) + ordinal for ordinal in fails}
         if effects:
@@ -116,8 +117,14 @@ class SchedulerMachine(CommandedMachine):
         self.model.asked = False
         self.device.fail_effects = set()
         self.prepared = True
+        comes_back = [name not in self.paused() for name in self.model.owned if name in paused]
+        assert comes_back == sorted(comes_back, reverse=True), "the oldest paused request comes back first"
         if not effects or not fails:
             assert self.scheduler.metrics().spilled == len(self.device.saved)
+
+    def paused(self) -> set[RequestId]:
+        """Preempted, and without blocks."""
+        return {sequence.request_id for sequence in self.scheduler.batcher.pressure.sequences()}
 
     def perform(self, effect: Effect) -> Any:
         try:

@@ -37,7 +37,8 @@ class Script:
 class ScriptedGateway:
     """A Gateway that plays scripts, and records its requests and those that were closed before their end.
 
-    stories: lines by request; any other request is unknown.
+    stories: lines by request; any other request is unknown. adapters: paths by name; adapter_error: what a change of
+    them raises.
     """
 
     script: Callable[[Request], Script]
@@ -47,6 +48,8 @@ class ScriptedGateway:
     silent: list[dict[str, Any]] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     cancelled: list[RequestId] = field(default_factory=list)
+    adapters: dict[str, str] = field(default_factory=dict)
+    adapter_error: Exception | None = None
 
     async def generate(self, request: Request) -> AsyncIterator[TokenOutput]:
         self.requests.append(request)
@@ -71,6 +74,16 @@ class ScriptedGateway:
         if script.error is not None:
             raise script.error
         await asyncio.Event().wait()
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        if self.adapter_error is not None:
+            raise self.adapter_error
+        self.adapters[name] = path
+
+    async def unload_adapter(self, name: str) -> None:
+        if self.adapter_error is not None:
+            raise self.adapter_error
+        del self.adapters[name]
 
     async def status(self) -> dict[str, Any]:
         if self.status_error is not None:
