@@ -145,12 +145,14 @@ class DecodeMachine(SchedulerMachine):
         return prefill, ReleaseSource(handoff, attempt), CancelSource(handoff, attempt)
 
     def proceed(self, pick: int, flag: bool) -> None:
-        """Also for those that once activated themselves: each of them is acknowledged once, unless it is cancelled."""
-        keys = self.armed if flag and self.armed else [self.some_handoff(pick)]
-        self.apply(ActivateDestination(*keys[pick % len(keys)]))
+        self.apply(ActivateDestination(*self.some_destination(pick, flag)))
 
     def cancel_handoff(self, pick: int, flag: bool) -> None:
-        self.apply(CancelDestination(*self.some_handoff(pick)))
+        self.apply(CancelDestination(*self.some_destination(pick, flag)))
+
+    def some_destination(self, pick: int, flag: bool) -> tuple[HandoffId, int]:
+        """Also one that once activated itself: it is acknowledged once, unless it is cancelled before."""
+        return self.armed[pick % len(self.armed)] if flag and self.armed else self.some_handoff(pick)
 
     def learn(self, event: LifecycleEvent) -> None:
         if not isinstance(event, DestinationReserved):
@@ -268,6 +270,6 @@ class DecodeMachine(SchedulerMachine):
 
 
 TestPrefillScheduler = PrefillMachine.TestCase
-TestPrefillScheduler.settings = deterministic(max_examples=150, steps=50)
+TestPrefillScheduler.settings = deterministic(max_examples=220, steps=50)
 TestDecodeScheduler = DecodeMachine.TestCase
-TestDecodeScheduler.settings = deterministic(max_examples=150, steps=50)
+TestDecodeScheduler.settings = deterministic(max_examples=220, steps=50)

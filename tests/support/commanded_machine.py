@@ -136,14 +136,18 @@ class CommandedMachine(RuleBasedStateMachine):
         getattr(self, name)(pick, flag)
 
     def cancel_request(self, pick: int, discard: bool) -> None:
-        """Half of the time what is rare: one that is over and not told, or has output ready, or runs, or is spilled."""
-        owned = list(self.model.owned)
-        ready = [output.request_id for output in self.model.kept.outputs]
-        over = [name for name in ready if name not in owned]
+        """One that runs, is spilled, has output that nobody has seen, or is here in any way."""
         running = [row.owned.name for row in self.model.step or ()]
-        groups = [group for group in (over, ready, running, list(self.device.saved), owned) if group]
-        group = groups[0 if pick % 2 else pick // 2 % len(groups)] if groups else [RequestId("r0")]
+        ready = [output.request_id for output in self.model.kept.outputs]
+        groups = [group for group in (running, list(self.device.saved), ready, list(self.model.owned)) if group]
+        group = groups[pick % len(groups)] if groups else [RequestId("r0")]
         self.apply(CancelRequest(group[pick // 4 % len(group)], discard))
+
+    def discard_what_is_over(self) -> None:
+        """Nobody is there any more to whom the last outputs could go."""
+        for output in list(self.model.kept.outputs):
+            if output.request_id not in self.model.owned:
+                self.apply(CancelRequest(output.request_id, discard_pending_output=True))
 
     def renew(self, pick: int, flag: bool) -> None:
         handoff = self.some_handoff(pick)

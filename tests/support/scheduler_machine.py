@@ -195,6 +195,7 @@ class SchedulerMachine(CommandedMachine):
         passed=moments,
         fails=faults,
         failed=st.sampled_from([False] * 15 + [True]),
+        discards=st.sampled_from([False, False, True]),
     )
     def turn(
         self,
@@ -204,6 +205,7 @@ class SchedulerMachine(CommandedMachine):
         passed: float,
         fails: Collection[int],
         failed: bool,
+        discards: bool,
     ) -> None:
         """Once round the circle, with all sorts of things while the step runs and between it and its boundary."""
         self.complete()
@@ -215,6 +217,8 @@ class SchedulerMachine(CommandedMachine):
             self.do(item)
         if self.plan is not None:
             self.settle(0.0, failed)
+        if discards:
+            self.discard_what_is_over()
         for item in after:
             self.do(item)
         self.boundary(passed)
