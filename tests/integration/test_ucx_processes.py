@@ -137,8 +137,8 @@ def test_a_source_that_dies_in_the_middle(start_pair: Start, environ: dict[str, 
 
 @pytest.mark.xfail(
     strict=False,
-    reason="UCX does not always complete small sends to a process that was killed a moment ago: the transfer stays open "
-    "and its blocks draining; to be solved with the data plane's own bound on a dead peer",
+    reason="UCX sometimes never completes a send to a process that was killed a moment ago: the transfer stays open, "
+    "its blocks draining, until the data plane has a bound of its own",
 )
 def test_a_destination_that_dies_in_the_middle(start_pair: Start) -> None:
     source, destination = start_pair({})
