@@ -42,6 +42,7 @@ CLOSE_PERIOD_NS = 1_000_000_000
 CLOSE_ATTEMPTS = 2
 """How long closing an endpoint may take: period times attempts. It takes milliseconds, also with a dead peer."""
 QUIET_TIMEOUT_S = 2.0
+SEND_QUIET_TIMEOUT_S = 0.5
 """How long giving up a peer waits for UCX to let go of its memory before it goes on with other work."""
 EARLY_HELLOS = 1024
 """Hellos kept from transports that this node hasn't connected to yet; the oldest go first."""
@@ -72,6 +73,7 @@ class UcxWorker:
         self._hellos: deque[tuple[Any, Any]] = deque()
         self._unsettled: list[tuple[Any, Any]] = []
         self._lingering: list[Transfer] = []
+        self._let_go: list[Transfer] = []
         self.links: dict[str, Link] = {}
         """Replaced, never changed in place: other threads read it."""
 
@@ -180,7 +182,7 @@ class UcxWorker:
         for peer in list(self._peers.values()):
             self._lose(peer, "the transport was closed")
         lingering, self._lingering = self._lingering, []
-        for transfer in lingering:
+        for transfer in (*lingering, *self._let_go):
             transfer.release()
         del self._worker
         # Only now: UCX may have used these buffers until its worker was gone.
@@ -281,13 +283,33 @@ class UcxWorker:
             peer.endpoint.close_blocking(CLOSE_PERIOD_NS, CLOSE_ATTEMPTS)
         except UCXError as error:
             log.warning("closing an endpoint failed", peer=peer.name, error=str(error))
-        deadline = time.monotonic() + QUIET_TIMEOUT_S
-        while (pending := _finish_ended(pending)) and time.monotonic() < deadline:
-            self._worker.progress()
+        pending = self._await_quiet(pending, SEND_QUIET_TIMEOUT_S)
+        pending = self._await_quiet(self._let_go_of_sends(peer, pending), QUIET_TIMEOUT_S)
         if pending:
             log.error("ucx still holds memory of a lost peer", peer=peer.name, transfers=len(pending))
         self._lingering += pending
         self._unsettled += peer.unsettled()
+
+    def _await_quiet(self, pending: list[Transfer], timeout_s: float) -> list[Transfer]:
+        """Finish what UCX lets go of; returns what it still holds after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while (pending := _finish_ended(pending)) and time.monotonic() < deadline:
+            self._worker.progress()
+        return pending
+
+    def _let_go_of_sends(self, peer: UcxPeer, pending: list[Transfer]) -> list[Transfer]:
+        """End the sends that UCX never will; returns the receives.
+
+        A closed endpoint moves no byte of them any more, but UCX keeps a send open for ever if the shared queue of a
+        dead peer is full. A receive is another matter: whoever lives may still write there.
+        """
+        sends = [transfer for transfer in pending if transfer in peer.sends]
+        if sends:
+            log.warning("ucx never ended the sends to a lost peer", peer=peer.name, transfers=len(sends))
+        for transfer in sends:
+            transfer.finish()
+        self._let_go += sends
+        return [transfer for transfer in pending if transfer not in sends]
 
     def _sweep(self) -> None:
         """Drop late pieces of given-up connections, which would stay in UCX's memory for ever."""
