@@ -6,7 +6,6 @@ from decode_node.node import DecodeNode
 from device.build import build_router
 from handoff.node_actor import NodeActor
 from scheduler.decode_scheduler import DecodeScheduler
-from scheduler.slots import SlotLimits
 
 
 class DecodeActor(NodeActor[DecodeNode]):
@@ -20,11 +19,7 @@ class DecodeActor(NodeActor[DecodeNode]):
             config.batch,
             max_model_len=facts.max_model_len,
             max_reservations=config.max_reservations,
-            prefix_caching=config.prefix_caching,
-            policy=config.policy,
-            lease_s=config.lease_s,
-            incarnation=config.incarnation,
-            state=SlotLimits(facts.slots, facts.snapshots, recurrent=facts.slot_bytes > 0),
+            **self._scheduler_options(facts),
         )
         node = DecodeNode(
             config.node,

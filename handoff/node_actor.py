@@ -27,6 +27,8 @@ from scheduler.adapters import AdapterFacts, LoraCommand
 from scheduler.commands import Command, CommandEffects
 from scheduler.contract import DeviceFacts
 from scheduler.ids import NodeId, RequestId
+from scheduler.options import SchedulerOptions
+from scheduler.slots import SlotLimits
 
 N = TypeVar("N", bound=Node[Any])
 T = TypeVar("T")
@@ -104,6 +106,16 @@ class NodeActor(ABC, Generic[N]):
     async def stop(self) -> None:
         if self._node is not None:
             await asyncio.to_thread(self._node.stop, STOP_TIMEOUT_S)
+
+    def _scheduler_options(self, facts: DeviceFacts) -> SchedulerOptions:
+        config = self._config
+        return {
+            "prefix_caching": config.prefix_caching,
+            "policy": config.policy,
+            "lease_s": config.lease_s,
+            "incarnation": config.incarnation,
+            "state": SlotLimits(facts.slots, facts.snapshots, recurrent=facts.slot_bytes > 0),
+        }
 
     def _make_exchange(self, facts: DeviceFacts) -> MakeExchange:
         config = self._config

@@ -31,6 +31,7 @@ def node_status(
         "counters": {
             **asdict(scheduler.counters),
             **asdict(scheduler.batcher.pressure.counters),
+            "overrun_rows": scheduler.batcher.overruns,
             "prefix_lookups": metrics.lookups,
             "prefix_hits": metrics.hits,
             **asdict(steps),

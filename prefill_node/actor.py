@@ -8,7 +8,6 @@ from prefill_node.node import PrefillNode
 from scheduler.commands import CommandEffects, SubmitHandoffPrefill
 from scheduler.ids import HandoffId, NodeId
 from scheduler.prefill_scheduler import PrefillScheduler
-from scheduler.slots import SlotLimits
 
 
 class PrefillActor(NodeActor[PrefillNode]):
@@ -30,11 +29,7 @@ class PrefillActor(NodeActor[PrefillNode]):
             config.batch,
             max_model_len=facts.max_model_len,
             max_handoffs=config.max_holds,
-            prefix_caching=config.prefix_caching,
-            policy=config.policy,
-            lease_s=config.lease_s,
-            incarnation=config.incarnation,
-            state=SlotLimits(facts.slots, facts.snapshots, recurrent=facts.slot_bytes > 0),
+            **self._scheduler_options(facts),
         )
         node = PrefillNode(
             config.node,

@@ -62,11 +62,6 @@ class Row:
     def count(self) -> int:
         return self.end - self.start
 
-    @property
-    def history(self) -> Sequence[int]:
-        """What a repetition penalty looks at: every id before the drawn one."""
-        return self.known[: self.end]
-
 
 @dataclass(frozen=True, slots=True)
 class Prefill:

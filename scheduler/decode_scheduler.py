@@ -32,7 +32,7 @@ from scheduler.effects import NO_SLOT
 from scheduler.errors import CommandRejected
 from scheduler.events import DestinationFinished, DestinationReserved, LeaseExpired, Side
 from scheduler.ids import BlockId, HandoffId, RequestId
-from scheduler.inventory import Holding
+from scheduler.inventory import Holding, holding
 from scheduler.options import SchedulerOptions
 from scheduler.request import FinishReason
 from scheduler.sequence import Sequence
@@ -318,18 +318,4 @@ class DecodeScheduler(SchedulerBase):
         return parked
 
     def _holdings(self) -> tuple[Holding, ...]:
-        return tuple(
-            Holding(
-                handoff_id=destination.handoff_id,
-                attempt=destination.attempt,
-                request_id=destination.sequence.request_id,
-                side=Side.DESTINATION,
-                phase=destination.phase.value,
-                blocks=len(destination.sequence.blocks),
-                outputs=destination.sequence.outputs,
-                age_s=self.now - destination.sequence.since,
-                phase_age_s=self.now - destination.since,
-                lease_left_s=self._leases.left(destination.handoff_id, self.now),
-            )
-            for destination in self._destinations.values()
-        )
+        return tuple(holding(Side.DESTINATION, owned, self.now, self._leases) for owned in self._destinations.values())

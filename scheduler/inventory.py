@@ -1,9 +1,13 @@
 """What a node owns for handoffs, as it answers to a coordinator that has lost its memory or doubts it."""
 
 from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
 
 from scheduler.events import Side
 from scheduler.ids import HandoffId, RequestId
+from scheduler.leases import Leases
+from scheduler.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,34 @@ class Holding:
     age_s: float
     phase_age_s: float
     lease_left_s: float | None
+
+
+class Owned(Protocol):
+    """A side's own record of a handoff. since: seconds when it entered its phase."""
+
+    handoff_id: HandoffId
+    attempt: int
+    sequence: Sequence
+    since: float
+
+    @property
+    def phase(self) -> Enum: ...
+
+
+def holding(side: Side, owned: Owned, now: float, leases: Leases) -> Holding:
+    sequence = owned.sequence
+    return Holding(
+        handoff_id=owned.handoff_id,
+        attempt=owned.attempt,
+        request_id=sequence.request_id,
+        side=side,
+        phase=owned.phase.value,
+        blocks=len(sequence.blocks),
+        outputs=sequence.outputs,
+        age_s=now - sequence.since,
+        phase_age_s=now - owned.since,
+        lease_left_s=leases.left(owned.handoff_id, now),
+    )
 
 
 @dataclass(frozen=True, slots=True)

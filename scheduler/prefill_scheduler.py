@@ -29,7 +29,7 @@ from scheduler.effects import NO_SLOT
 from scheduler.errors import CommandRejected
 from scheduler.events import LeaseExpired, Side, SourceFinished, SourceHeld
 from scheduler.ids import BlockId, HandoffId, RequestId
-from scheduler.inventory import Holding
+from scheduler.inventory import Holding, holding
 from scheduler.options import SchedulerOptions, policy_of
 from scheduler.queues import WaitingQueue
 from scheduler.request import FinishReason
@@ -251,18 +251,4 @@ class PrefillScheduler(SchedulerBase):
         return {**parked, "queued": list(self._queued)}
 
     def _holdings(self) -> tuple[Holding, ...]:
-        return tuple(
-            Holding(
-                handoff_id=source.handoff_id,
-                attempt=source.attempt,
-                request_id=source.sequence.request_id,
-                side=Side.SOURCE,
-                phase=source.phase.value,
-                blocks=len(source.sequence.blocks),
-                outputs=source.sequence.outputs,
-                age_s=self.now - source.sequence.since,
-                phase_age_s=self.now - source.since,
-                lease_left_s=self._leases.left(source.handoff_id, self.now),
-            )
-            for source in self._sources.values()
-        )
+        return tuple(holding(Side.SOURCE, owned, self.now, self._leases) for owned in self._sources.values())

@@ -104,10 +104,6 @@ class Sequence(Row):
         """Tokens whose KV is not computed yet."""
         return len(self.known) - self.start
 
-    @property
-    def has_blocks(self) -> bool:
-        return bool(self.blocks)
-
     def next_draw(self) -> Draw:
         """How the token after the last known one is drawn."""
         return self._draw_at(self.outputs)

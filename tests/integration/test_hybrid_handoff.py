@@ -5,13 +5,12 @@ Real nodes, threads and driver in one process, fp32 on the CPU, and real bytes o
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from local_cluster import Answer, ClusterShape, LocalCluster
 from reference import answers
 from tiny_hybrids import VOCABULARY, build_hybrid, save_hybrid
@@ -36,14 +35,6 @@ SETUPS = [
 """Model, router and order: each pair of them is there."""
 LENGTHS = (1, 3, 4, 9, 16, 23, 41)
 """Some end with a block, some are longer than a chunk, and there are more of them than slots."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

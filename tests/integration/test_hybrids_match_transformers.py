@@ -1,7 +1,7 @@
 """Models with recurrent layers draw the tokens that `transformers.generate` draws, wherever their state has been."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from driven import Driven, run, run_mixed, step
+from reference import generate
 from tiny_hybrids import HYBRIDS, VOCABULARY, build_hybrid, save_hybrid
 from transformers import AutoModelForCausalLM
 
@@ -42,21 +43,8 @@ class Reference:
     def __call__(self, prompt: list[int]) -> list[int]:
         key = tuple(prompt)
         if key not in self._answers:
-            ids = torch.tensor([prompt])
-            with torch.inference_mode():
-                out = self._model.generate(
-                    input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
-                )
-            self._answers[key] = out[0, len(prompt) :].tolist()
+            (self._answers[key],) = generate(self._model, [prompt], NEW_TOKENS)
         return self._answers[key]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

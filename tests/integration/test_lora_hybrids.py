@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from reference import generate
 from tiny_hybrids import VOCABULARY, build_hybrid, save_hybrid
 from transformers import AutoModelForCausalLM
 
@@ -49,15 +50,9 @@ def prompts() -> list[list[int]]:
 def expected(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
     models = {name: PeftModel.from_pretrained(base_model(folder), folder / name) for name in ("inside", "beside")}
     models[None] = base_model(folder)
-    return [generate(models[adapter], prompt) for prompt, (_, adapter) in zip(prompts, CASES, strict=True)]
-
-
-def generate(model: Any, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    mask = torch.ones_like(ids)
-    with torch.inference_mode():
-        out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
-    return list(out[0, len(prompt) :].tolist())
+    return [
+        generate(models[adapter], [prompt], NEW_TOKENS)[0] for prompt, (_, adapter) in zip(prompts, CASES, strict=True)
+    ]
 
 
 @pytest.fixture

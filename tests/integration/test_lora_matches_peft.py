@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from reference import generate
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from device.router import SyncRouter, build_sync_router
@@ -92,24 +93,6 @@ def answers(router: SyncRouter, adapters: list[str | None], prompts: list[list[i
     return [s.drawn for s in sequences]
 
 
-def generate(model: Any, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    mask = torch.ones_like(ids)
-    with torch.inference_mode():
-        out = model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
-        )
-    return list(out[0, len(prompt) :].tolist())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module", params=list(MODELS))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, and in it one folder per adapter, written by peft."""
@@ -135,12 +118,14 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def expected(folder: Path, prompts: list[list[int]]) -> dict[str | None, list[list[int]]]:
     """By adapter, with the adapter beside the weights and merged into them: both must agree before we compare."""
-    wanted: dict[str | None, list[list[int]]] = {None: [generate(base_model(folder), prompt) for prompt in prompts]}
+    wanted: dict[str | None, list[list[int]]] = {
+        None: [generate(base_model(folder), [prompt], NEW_TOKENS)[0] for prompt in prompts]
+    }
     for name in ADAPTERS:
         model = PeftModel.from_pretrained(base_model(folder), folder / name)
-        beside = [generate(model, prompt) for prompt in prompts]
+        beside = [generate(model, [prompt], NEW_TOKENS)[0] for prompt in prompts]
         merged = model.merge_and_unload()
-        assert [generate(merged, prompt) for prompt in prompts] == beside
+        assert [generate(merged, [prompt], NEW_TOKENS)[0] for prompt in prompts] == beside
         wanted[name] = beside
     assert len({str(tokens) for tokens in wanted.values()}) == len(wanted)
     return wanted

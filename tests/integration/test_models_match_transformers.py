@@ -2,12 +2,13 @@
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from driven import Driven, run_mixed
+from reference import generate
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -31,8 +32,7 @@ from transformers import (
 from device.errors import ModelError
 from device.models import default_home, resolve_model
 from device.router import SyncRouter, build_sync_router
-from scheduler.contract import Decode, Draw, Prefill, Row
-from scheduler.ids import RequestId
+from scheduler.contract import Prefill
 from scheduler.request import SamplingParams
 
 BLOCK_SIZE = 4
@@ -76,75 +76,15 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-@dataclass
-class Sequence:
-    """A request on its way: what is known of it, and how far its KV has come."""
-
-    name: str
-    tokens: list[int]
-    prompt_length: int
-    blocks: list[int]
-    computed: int = 0
-    drawn: list[int] = field(default_factory=list)
-
-    @property
-    def is_prefilling(self) -> bool:
-        return self.computed < self.prompt_length
-
-    def row(self, count: int) -> Row:
-        end = self.computed + count
-        draw = Draw(GREEDY) if end == len(self.tokens) else None
-        return Row(RequestId(self.name), self.tokens, self.computed, end, self.blocks, draw)
-
-    def settle(self, count: int, token: int | None) -> None:
-        self.computed += count
-        if token is not None:
-            self.tokens.append(token)
-            self.drawn.append(token)
-
-
-def run(router: SyncRouter, sequences: list[Sequence], rng: random.Random, new_tokens: int) -> None:
-    """Drive the sequences to their end with chunks of random size, in random company."""
-    while unfinished := [s for s in sequences if len(s.drawn) < new_tokens]:
-        company = rng.sample(unfinished, rng.randint(1, len(unfinished)))
-        counts = [rng.randint(1, s.prompt_length - s.computed) if s.is_prefilling else 1 for s in company]
-        rows = tuple(s.row(count) for s, count in zip(company, counts, strict=True))
-        plan = Prefill(rows) if any(s.is_prefilling for s in company) else Decode(rows)
-        result = router.await_result(router.launch(plan))
-        for sequence, count, token in zip(company, counts, result.tokens, strict=True):
-            sequence.settle(count, token)
-
-
-def make_sequences(prompts: list[list[int]], new_tokens: int, rng: random.Random, facts: Any) -> list[Sequence]:
+def make_sequences(prompts: list[list[int]], new_tokens: int, rng: random.Random, facts: Any) -> list[Driven]:
     """Sequences whose blocks lie scattered over the pool."""
     free = rng.sample(range(facts.total_blocks), facts.total_blocks)
     sequences = []
     for number, prompt in enumerate(prompts):
         wanted = -(-(len(prompt) + new_tokens) // facts.block_size)
         blocks, free = free[:wanted], free[wanted:]
-        sequences.append(Sequence(f"r{number}", list(prompt), len(prompt), blocks))
+        sequences.append(Driven(f"r{number}", prompt, blocks))
     return sequences
-
-
-def generate(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
-    ids = torch.tensor([prompt])
-    with torch.inference_mode():
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
-            do_sample=False,
-        )
-    return list(out[0, len(prompt) :].tolist())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
@@ -172,8 +112,8 @@ def test_greedy_tokens_equal_generate(router: SyncRouter, reference: Any, seed: 
     rng = random.Random(seed)
     prompts = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in (1, 4, 13, 23, 30)]
     sequences = make_sequences(prompts, NEW_TOKENS, rng, router.facts())
-    run(router, sequences, rng, NEW_TOKENS)
-    assert [s.drawn for s in sequences] == [generate(reference, prompt, NEW_TOKENS) for prompt in prompts]
+    run_mixed(router, sequences, NEW_TOKENS, rng)
+    assert [s.drawn for s in sequences] == [generate(reference, [prompt], NEW_TOKENS)[0] for prompt in prompts]
 
 
 @pytest.mark.parametrize("chunks", [[29], [8, 8, 8, 5], [1, 1, 27], [28, 1], [3, 17, 9]])
@@ -210,10 +150,10 @@ def test_a_block_copied_elsewhere_serves_as_well(router: SyncRouter, reference: 
     for old, new in zip(sequence.blocks, moved, strict=True):
         memory[new * size : (new + 1) * size] = memory[old * size : (old + 1) * size]
         memory[old * size : (old + 1) * size] = 0
-    expected = generate(reference, prompt, NEW_TOKENS)
+    (expected,) = generate(reference, [prompt], NEW_TOKENS)
     sequence.blocks = moved
     sequence.settle(18, expected[0])
-    run(router, [sequence], rng, NEW_TOKENS)
+    run_mixed(router, [sequence], NEW_TOKENS, rng)
     assert sequence.drawn == expected
 
 
@@ -235,6 +175,6 @@ def test_smollm2_equals_generate(smollm2: Path) -> None:
     router = build_sync_router(smollm2, "smollm2", "cpu", "fp32", "torch", 16, None, TOTAL_BLOCKS, None)
     rng = random.Random(1)
     sequences = make_sequences(prompts, 16, rng, router.facts())
-    run(router, sequences, rng, 16)
-    assert [s.drawn for s in sequences] == [generate(model, prompt, 16) for prompt in prompts]
+    run_mixed(router, sequences, 16, rng)
+    assert [s.drawn for s in sequences] == [generate(model, [prompt], 16)[0] for prompt in prompts]
     assert "Paris" in tokenizer.decode(sequences[0].drawn)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,16 +26,17 @@ def answers(folder: Path, questions: list[tuple[int, ...]], n: int) -> list[list
 
     Prompts of one length that follow each other are computed at once.
     """
-    # Two threads that share a busy core wait for each other: ten times slower than one.
-    torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.generation_config.eos_token_id = None
-    with torch.inference_mode():
-        return [answer for _, same in groupby(questions, len) for answer in _generate(model, list(same), n)]
+    return [answer for _, same in groupby(questions, len) for answer in generate(model, list(same), n)]
 
 
-def _generate(model: torch.nn.Module, questions: list[tuple[int, ...]], n: int) -> list[list[int]]:
+@torch.inference_mode()
+def generate(model: Any, questions: Sequence[Sequence[int]], n: int) -> list[list[int]]:
+    """The `n` greedy tokens after each prompt; all have one length. Ends of text don't end an answer."""
     ids = torch.tensor(questions)
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False)
+    output = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, min_new_tokens=n, do_sample=False
+    )
     tokens: list[list[int]] = output[:, ids.shape[1] :].tolist()
     return tokens

@@ -2,8 +2,25 @@
 
 from collections.abc import Sequence
 
-from scheduler.contract import Draw, Row
+from scheduler.contract import DeviceFacts, Draw, Row
 from scheduler.ids import RequestId
+
+TINY_FACTS = DeviceFacts(
+    model="tiny",
+    model_digest="0",
+    device="cpu",
+    attention="torch",
+    dtype="fp32",
+    layers=1,
+    kv_heads=1,
+    head_dim=1,
+    vocab_size=50,
+    block_size=4,
+    total_blocks=10,
+    block_bytes=32,
+    max_model_len=30,
+)
+"""What a very small device would say of itself."""
 
 
 def make_row(

@@ -111,6 +111,8 @@ class SchedulerModel:
 
     scheduled = frozenset({"local"})
     side: Side
+    moves_while: str
+    """The phase in which a transfer may start."""
 
     def __init__(
         self, total_blocks: int, block_size: int, max_model_len: int, lease_s: float, incarnation: int
@@ -129,6 +131,21 @@ class SchedulerModel:
         self.kept = Telling()
         self.due = Telling()
         self.suppressions = self.expiries = 0
+
+    # Transfers
+
+    def transfer_started(self, handoff: HandoffId, attempt: int) -> None:
+        owned = self.find(handoff, attempt)
+        if owned is not None and owned.phase == self.moves_while:
+            owned.moving = True
+            self.start_lease(owned)
+
+    def transfer_quiet(self, handoff: HandoffId, attempt: int) -> None:
+        owned = self.find(handoff, attempt)
+        if owned is not None:
+            owned.moving = False
+            if owned.phase == "draining":
+                self.retire(owned, self.kept)
 
     # Commands
 

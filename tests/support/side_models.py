@@ -29,6 +29,7 @@ class SourceModel(SchedulerModel):
 
     scheduled = frozenset({"local", "pending"})
     side = Side.SOURCE
+    moves_while = "held"
 
     def __init__(self, total_blocks: int, block_size: int, max_model_len: int, lease_s: float, incarnation: int):
         super().__init__(total_blocks, block_size, max_model_len, lease_s, incarnation)
@@ -76,19 +77,6 @@ class SourceModel(SchedulerModel):
     def parked_blocks(self, owned: Owned) -> int:
         return self.blocks_for(len(owned.request.prompt))
 
-    def transfer_started(self, handoff: HandoffId, attempt: int) -> None:
-        owned = self.find(handoff, attempt)
-        if owned is not None and owned.phase == "held":
-            owned.moving = True
-            self.start_lease(owned)
-
-    def transfer_quiet(self, handoff: HandoffId, attempt: int) -> None:
-        owned = self.find(handoff, attempt)
-        if owned is not None:
-            owned.moving = False
-            if owned.phase == "draining":
-                self.retire(owned, self.kept)
-
 
 class DestinationModel(SchedulerModel):
     """Phases: pending -> reserved -> landed -> active, or draining from reserved.
@@ -98,6 +86,7 @@ class DestinationModel(SchedulerModel):
 
     scheduled = frozenset({"local", "active"})
     side = Side.DESTINATION
+    moves_while = "reserved"
 
     def __init__(
         self,
@@ -180,19 +169,6 @@ class DestinationModel(SchedulerModel):
         self.enter(owned, "reserved")
         self.start_lease(owned)
         return owned
-
-    def transfer_started(self, handoff: HandoffId, attempt: int) -> None:
-        owned = self.find(handoff, attempt)
-        if owned is not None and owned.phase == "reserved":
-            owned.moving = True
-            self.start_lease(owned)
-
-    def transfer_quiet(self, handoff: HandoffId, attempt: int) -> None:
-        owned = self.find(handoff, attempt)
-        if owned is not None:
-            owned.moving = False
-            if owned.phase == "draining":
-                self.retire(owned, self.kept)
 
     def landed(self, handoff: HandoffId, attempt: int) -> bool:
         owned = self.find(handoff, attempt)

@@ -301,7 +301,7 @@ def test_a_row_says_how_its_token_is_drawn_and_after_what() -> None:
     plan = stepper.launch()
     assert plan is not None
     answers = [expected_output(prompt, 1) for prompt in ([1, 2], [3, 4])]
-    assert [list(row.history) for row in plan.rows] == [[1, 2, *answers[0]], [3, 4, *answers[1]]]
+    assert [list(row.known[: row.end]) for row in plan.rows] == [[1, 2, *answers[0]], [3, 4, *answers[1]]]
     assert [row.draw.params for row in plan.rows if row.draw] == [penalized, SamplingParams()]
 
 

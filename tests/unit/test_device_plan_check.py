@@ -2,27 +2,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from rows import make_row
+from rows import TINY_FACTS, make_row
 
 from device.plan_check import check_plan
-from scheduler.contract import Decode, DeviceError, DeviceFacts, Draw, Fault, Prefill, Row
+from scheduler.contract import Decode, DeviceError, Draw, Fault, Prefill, Row
 from scheduler.request import SamplingParams
 
-FACTS = DeviceFacts(
-    model="tiny",
-    model_digest="0",
-    device="cpu",
-    attention="torch",
-    dtype="fp32",
-    layers=1,
-    kv_heads=1,
-    head_dim=1,
-    vocab_size=50,
-    block_size=4,
-    total_blocks=10,
-    block_bytes=32,
-    max_model_len=30,
-)
+FACTS = TINY_FACTS
 
 
 def row(tokens: Any, start: int, blocks: Any, draw: Draw | None = None, name: str = "a") -> Row:

@@ -5,37 +5,23 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from rows import TINY_FACTS
 
 from device.errors import DeviceSetupError
 from device.kv_pool import Bytes
 from device.spill import HostStore, SpillStore, open_store
 from device.spill_disk import DiskStore
-from scheduler.contract import DeviceError, DeviceFacts, Fault
+from scheduler.contract import DeviceError, Fault
 from scheduler.ids import RequestId
 
-FACTS = DeviceFacts(
-    model="tiny",
-    model_digest="abcd",
-    device="cpu",
-    attention="torch",
-    dtype="fp32",
-    layers=1,
-    kv_heads=1,
-    head_dim=1,
-    vocab_size=50,
-    block_size=4,
-    total_blocks=10,
-    block_bytes=32,
-    max_model_len=30,
-    slots=2,
-    slot_bytes=64,
-)
+FACTS = replace(TINY_FACTS, model_digest="abcd", slots=2, slot_bytes=64)
 A, B = RequestId("a"), RequestId("b")
 TOKENS, SIZE = 9, 96
 HEAD = struct.Struct("<8sHI")

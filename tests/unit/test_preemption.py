@@ -82,7 +82,7 @@ def test_draws_see_the_same_history_after_it() -> None:
     while (plan := node.launch()) is not None:
         for row in plan.rows:
             if row.request_id == "h" and row.draw is not None:
-                draws[row.end] = (row.draw, tuple(row.history))
+                draws[row.end] = (row.draw, tuple(row.known[: row.end]))
         node.settle(plan)
         node.boundary()
     assert turns_of(node, "h") == ["preempted", "resumed"]
