@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -11,10 +12,12 @@ from device.upload import upload
 from scheduler.contract import Row
 from scheduler.effects import NO_SLOT
 
+Ints: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)  # a frozen one takes several times as long to make, at every step for every sequence
 class Span:
-    """One row's share of the packed tokens.
+    """One row's share of the packed tokens. Never changed.
 
     offset: its first token in the pack. count: how many. start: the position of the first in its sequence.
     """
@@ -48,9 +51,10 @@ class Batch:
 def pack(rows: Sequence[Row], block_size: int, device: torch.device) -> Batch:
     """One row of tokens, in the order of `rows`. The rows must have passed `check_plan`."""
     spans = _spans(rows)
-    tokens = np.concatenate([np.asarray(row.tokens, dtype=np.int64) for row in rows])
-    positions = np.concatenate([np.arange(s.start, s.length, dtype=np.int64) for s in spans])
-    places = np.concatenate([_places(span, block_size) for span in spans])
+    tokens: list[int] = []
+    for row in rows:
+        tokens += row.tokens
+    positions, places = _positions_and_places(spans, block_size)
     drawn = [s.offset + s.count - 1 for s, row in zip(spans, rows, strict=True) if row.draw is not None]
     on_device = upload(device, tokens, positions, places, drawn)
     return Batch(on_device[0].unsqueeze(0), on_device[1].unsqueeze(0), on_device[2], on_device[3], spans)
@@ -59,13 +63,22 @@ def pack(rows: Sequence[Row], block_size: int, device: torch.device) -> Batch:
 def _spans(rows: Sequence[Row]) -> tuple[Span, ...]:
     spans, offset = [], 0
     for row in rows:
-        spans.append(Span(offset, row.count, row.start, row.blocks, row.slot))
-        offset += row.count
+        count = row.count
+        spans.append(Span(offset, count, row.start, row.blocks, row.slot))
+        offset += count
     return tuple(spans)
 
 
-def _places(span: Span, block_size: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-    first = span.start // block_size
-    blocks = np.asarray(span.blocks[first : -(-span.length // block_size)], dtype=np.int64)
-    positions = np.arange(span.start, span.length, dtype=np.int64)
-    return blocks[positions // block_size - first] * block_size + positions % block_size
+def _positions_and_places(spans: Sequence[Span], block_size: int) -> tuple[Ints, Ints]:
+    """Of all tokens, without a step of Python for each: `written` are the blocks that the spans write, end to end."""
+    written: list[int] = []
+    shifts = []  # from a block's number in its sequence to its place in `written`
+    for span in spans:
+        first = span.start // block_size
+        shifts.append(len(written) - first)
+        written += span.blocks[first : -(-span.length // block_size)]
+    counts = [span.count for span in spans]
+    total = spans[-1].offset + spans[-1].count
+    positions = np.arange(total) + np.repeat([span.start - span.offset for span in spans], counts)
+    blocks, offsets = np.divmod(positions, block_size)
+    return positions, np.asarray(written)[blocks + np.repeat(shifts, counts)] * block_size + offsets

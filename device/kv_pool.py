@@ -80,6 +80,7 @@ class KvPool:
         tokens = self.tensor.view(-1, g.head_dim)
         # Layer l's pages begin l * pages_per_layer further on, so the page numbers of layer 0 serve all layers.
         self._pages = [pages[layer * pages_per_layer :] for layer in range(g.layers)]
+        self._first_pages = torch.arange(pages_per_layer, dtype=torch.int64, device=device)
         self._tokens = [tokens[layer * pages_per_layer * g.block_size :] for layer in range(g.layers)]
 
     @property
@@ -109,7 +110,7 @@ class KvPool:
         """Where `write` puts tokens. places: int64 [tokens]. Returns int64 [2, tokens * kv_heads]."""
         g = self.geometry
         block, offset = places // g.block_size, places % g.block_size
-        page = (block * (g.layers * 2 * g.kv_heads)).view(1, -1, 1) + self._first_pages().view(2, 1, g.kv_heads)
+        page = (block * (g.layers * 2 * g.kv_heads)).view(1, -1, 1) + self._first_pages.view(2, 1, g.kv_heads)
         return (page * g.block_size + offset.view(1, -1, 1)).view(2, -1)
 
     def write(self, layer: int, index: Tensor, key: Tensor, value: Tensor) -> None:
@@ -122,7 +123,7 @@ class KvPool:
         """What `gather` reads. tables: block ids, int64 [sequences, n]. Returns int64 [2 * pages]."""
         g = self.geometry
         page = (tables * (g.layers * 2 * g.kv_heads)).view(1, tables.shape[0], 1, -1)
-        return (page + self._first_pages().view(2, 1, g.kv_heads, 1)).view(-1)
+        return (page + self._first_pages.view(2, 1, g.kv_heads, 1)).view(-1)
 
     def gather(self, layer: int, index: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
         """K and V of whole blocks, copied: each [sequences, kv_heads, n * block_size, head_dim]."""
@@ -156,6 +157,3 @@ class KvPool:
 
     def _rows_of(self, content: Bytes) -> Tensor:
         return torch.from_numpy(content).view(-1, self.block_bytes)
-
-    def _first_pages(self) -> Tensor:
-        return torch.arange(2 * self.geometry.kv_heads, dtype=torch.int64, device=self.device)

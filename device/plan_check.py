@@ -17,21 +17,33 @@ def check_plan(plan: StepPlan, facts: DeviceFacts) -> None:
     """Raise DeviceError(FORWARD), KvExhausted for a table that is too short, with the first thing that is wrong."""
     if not plan.rows:
         raise _wrong("the plan has no rows")
+    size, decodes = facts.block_size, isinstance(plan, Decode)
+    blocks: list[int] = []
+    tokens: list[int] = []
     written: dict[int, str] = {}
     for row in plan.rows:
-        if isinstance(plan, Decode) and row.count != 1:
+        if decodes and row.count != 1:
             raise _wrong(f"{row.request_id}: a decode row has one token, this one has {row.count}")
-        _check_row(row, facts)
+        used = _check_row(row, facts)
         if row.draw is not None:
             _check_draw(row, row.draw, facts.vocab_size)
-        for block in row.blocks[row.start // facts.block_size : _blocks_used(row, facts)]:
+        table = row.blocks[:used]
+        for block in table[row.start // size :]:
             if block in written:
                 raise _wrong(f"{row.request_id} and {written[block]} would both write block {block}")
             written[block] = row.request_id
+        blocks += table
+        tokens += row.tokens
+    # All at once: a check of each row's ids would cost more than the rest.
+    if not _in_range(blocks, facts.total_blocks) or not _in_range(tokens, facts.vocab_size):
+        for row in plan.rows:
+            _check_ids(row, "block", row.blocks[: -(-row.end // size)], facts.total_blocks)
+            _check_ids(row, "token", row.tokens, facts.vocab_size)
     _check_slots(plan.rows, facts)
 
 
-def _check_row(row: Row, facts: DeviceFacts) -> None:
+def _check_row(row: Row, facts: DeviceFacts) -> int:
+    """How many blocks the row uses."""
     if row.count < 1:
         raise _wrong(f"{row.request_id}: the row has no tokens")
     end = row.end
@@ -39,11 +51,10 @@ def _check_row(row: Row, facts: DeviceFacts) -> None:
         raise _wrong(f"{row.request_id}: positions {row.start} to {end - 1} leave 0 to {facts.max_model_len - 1}")
     if end > len(row.known):
         raise _wrong(f"{row.request_id}: the row ends at position {end}, {len(row.known)} tokens are known")
-    used = _blocks_used(row, facts)
+    used = -(-end // facts.block_size)
     if used > len(row.blocks):
         raise KvExhausted(f"{row.request_id}: {end} positions need {used} blocks, the table has {len(row.blocks)}")
-    _check_ids(row, "block", row.blocks[:used], facts.total_blocks)
-    _check_ids(row, "token", row.tokens, facts.vocab_size)
+    return used
 
 
 def _check_slots(rows: Sequence[Row], facts: DeviceFacts) -> None:
@@ -58,10 +69,6 @@ def _check_slots(rows: Sequence[Row], facts: DeviceFacts) -> None:
         if row.slot in owners:
             raise _wrong(f"{row.request_id} and {owners[row.slot]} have the same slot {row.slot}")
         owners[row.slot] = row.request_id
-
-
-def _blocks_used(row: Row, facts: DeviceFacts) -> int:
-    return -(-row.end // facts.block_size)
 
 
 def _check_draw(row: Row, draw: Draw, vocab_size: int) -> None:
@@ -86,9 +93,13 @@ def _penalties_in_range(params: SamplingParams) -> bool:
 
 
 def _check_ids(row: Row, what: str, ids: Sequence[int], limit: int) -> None:
-    if min(ids) < 0 or max(ids) >= limit:
+    if not _in_range(ids, limit):
         bad = next(i for i in ids if not 0 <= i < limit)
         raise _wrong(f"{row.request_id}: {what} id {bad} is outside 0 to {limit - 1}")
+
+
+def _in_range(ids: Sequence[int], limit: int) -> bool:
+    return min(ids) >= 0 and max(ids) < limit
 
 
 def _wrong(message: str) -> DeviceError:

@@ -40,7 +40,7 @@ class _Logits:
     """Of the step settled last. places: by row of the step, where its logits stand; None for a row without a draw."""
 
     ticket: Ticket
-    places: tuple[int | None, ...]
+    places: Sequence[int | None]
     values: Tensor
 
 
@@ -55,8 +55,12 @@ class RouterEffects:
 
     def keep_logits(self, ticket: Ticket, step: StepInput, values: Tensor) -> None:
         """A step was settled. values: [rows with a draw, vocabulary]."""
-        drawn = iter(range(len(values)))
-        places = tuple(None if row.draw is None else next(drawn) for row in step.rows)
+        drawn = range(len(values))
+        if len(drawn) < len(step.rows):
+            left = iter(drawn)
+            places: Sequence[int | None] = [None if row.draw is None else next(left) for row in step.rows]
+        else:
+            places = drawn
         self._logits = _Logits(ticket, places, values)
 
     def drop_logits(self) -> None:

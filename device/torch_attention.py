@@ -43,8 +43,8 @@ class TorchAttentionStep:
         self._place_index = pool.place_index(batch.places)
         self._singles = [span for span in batch.spans if span.count == 1]
         self._chunks = [span for span in batch.spans if span.count > 1]
-        offsets = [span.offset for span in self._singles]
-        (self._single_offsets,) = upload(pool.device, offsets)
+        mixed = [span.offset for span in self._singles] if self._chunks else []
+        (self._single_offsets,) = upload(pool.device, mixed)
         self._windows = windows
         known = tuple(windows) if self._singles else ()
         self._single_context = {window: _single_context(pool, self._singles, window) for window in known}
@@ -126,14 +126,14 @@ def _single_context(pool: KvPool, spans: Sequence[Span], window: int | None) -> 
     size = pool.geometry.block_size
     lengths = np.array([span.length for span in spans], dtype=np.int64)
     visible_from = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
-    first_block = visible_from // size
-    width = int((-(-lengths // size) - first_block).max())
-    tables = np.empty((len(spans), width), dtype=np.int64)
-    for row, span, first in zip(tables, spans, first_block, strict=True):
-        used = span.blocks[first : -(-span.length // size)]
-        row[: len(used)] = used
-        row[len(used) :] = used[0]  # the padding reads the sequence's own memory, never another's
-    pages = pool.page_index(upload(pool.device, tables.ravel())[0].view(tables.shape))
+    first_block, last_block = visible_from // size, -(-lengths // size)
+    width = int((last_block - first_block).max())
+    tables: list[int] = []
+    for span, first, last in zip(spans, first_block.tolist(), last_block.tolist(), strict=True):
+        used = span.blocks[first:last]
+        tables += used
+        tables += [used[0]] * (width - len(used))  # the padding reads the sequence's own memory, never another's
+    pages = pool.page_index(upload(pool.device, tables)[0].view(len(spans), width))
     position = (first_block * size)[:, None] + np.arange(width * size)
     hidden = (position >= lengths[:, None]) | (position < visible_from[:, None])
     return _SingleContext(pages, _additive(hidden, pool)[:, None, None, :])
