@@ -21,8 +21,8 @@ from cluster.settings import PoolSettings, Settings
 from decode_node.actor import DecodeActor
 from device.models import ModelFolder
 from handoff.driver import DriverLimits
-from handoff.exchange import PeerInfo
 from handoff.node_config import NodeConfig
+from handoff.wiring import PeerInfo
 from prefill_node.actor import PrefillActor
 from scheduler.batching import BatchLimits
 from scheduler.device_config import DeviceConfig

@@ -1,7 +1,7 @@
 """A decode replica: reserves blocks, lets them be filled, writes the answers."""
 
-from handoff.exchange import Broken, Landed, TransferEnd
 from handoff.node import Node
+from handoff.transfer_ends import Broken, Landed, TransferEnd
 from scheduler.commands import CancelDestination, Command, CommandEffects
 from scheduler.decode_scheduler import DecodeScheduler
 from scheduler.events import DestinationReserved, LeaseExpired, LifecycleEvent

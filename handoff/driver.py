@@ -30,9 +30,9 @@ from handoff.coordinator import (
     TransferLanded,
     advance,
 )
-from handoff.exchange import Landed
 from handoff.leases import HandoffKey
 from handoff.report import NodeReport
+from handoff.transfer_ends import Landed
 from scheduler.commands import (
     ActivateDestination,
     Applied,

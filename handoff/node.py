@@ -13,11 +13,13 @@ from typing import Any, ClassVar, Generic, TypeVar
 import structlog
 
 from handoff.adapter_desk import AdapterDesk
-from handoff.exchange import Broken, Exchange, Landed, PeerInfo, TransferEnd
+from handoff.exchange import Exchange
 from handoff.leases import HandoffKey
 from handoff.node_status import node_status
 from handoff.report import NodeReport
 from handoff.step_loop import LoopStopped, StepLoop
+from handoff.transfer_ends import Broken, Landed, TransferEnd
+from handoff.wiring import PeerInfo
 from scheduler.adapters import AdapterFacts, LoraCommand
 from scheduler.base import SchedulerBase
 from scheduler.commands import Command, CommandEffects

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from typing import Any, Generic, TypeVar
 
 from handoff.compatibility import Compatibility
-from handoff.exchange import Exchange, PeerInfo, TransferEnd
+from handoff.exchange import Exchange
 from handoff.leases import HandoffKey
 from handoff.logs import configure_logs
 from handoff.node import MakeExchange, Node
@@ -21,8 +21,10 @@ from handoff.packaging import check_packages
 from handoff.pool_layout import PoolLayout
 from handoff.report import NodeReport
 from handoff.step_loop import first_line
+from handoff.transfer_ends import TransferEnd
 from handoff.transports.registry import make_transport
 from handoff.wire import PROTOCOL_VERSION
+from handoff.wiring import PeerInfo
 from scheduler.adapters import AdapterFacts, LoraCommand
 from scheduler.commands import Command, CommandEffects
 from scheduler.contract import DeviceFacts

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from handoff.exchange import Broken, Landed
+from handoff.transfer_ends import Broken, Landed
 from scheduler.events import LifecycleEvent, Output
 from scheduler.ids import NodeId
 

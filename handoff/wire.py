@@ -2,9 +2,11 @@
 
     frame    magic "PRLY" | version u16 LE | MessagePack map with a "type"
 
-    source   Offer   ----------------->  destination     what I hold, and the record: first token, counts
-             <-----------------  Accept | Refuse         receives are posted: these blocks, on this channel
-             pieces  ----------------->
+    source   Offer   ----------------->  destination     a request that is, or will be, read here
+             <-----------------  Accept | Refuse         the blocks that it is to land in
+             Segment ----------------->                  pieces follow on this segment's channel; as often as new blocks
+             pieces  ----------------->                  are final, the last one with the record: first token, counts
+             <-- Cease | Cease ------->                  no more is wanted, or will come
 
 Every message names the handoff, its attempt and the sender's incarnation. Nothing here is ever unpickled.
 """
@@ -14,8 +16,10 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_FRAME_BYTES = 1 << 20
+MAX_SEGMENTS = 4096
+"""Of one transfer. A source that is about to run out of them waits for the end of its prefill with the last one."""
 
 _MAGIC = b"PRLY"
 _HEADER = Struct("<4sH")
@@ -23,6 +27,8 @@ _HEADER = Struct("<4sH")
 _Id: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
 _Channel: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+_Digest: TypeAlias = Annotated[str, msgspec.Meta(max_length=128)]
+_Reason: TypeAlias = Annotated[str, msgspec.Meta(max_length=500)]
 _Blocks: TypeAlias = Annotated[tuple[_Count, ...], msgspec.Meta(max_length=200_000)]
 
 
@@ -31,7 +37,7 @@ class WireError(ValueError):
 
 
 class Offer(msgspec.Struct, frozen=True, tag="offer", forbid_unknown_fields=True):
-    """The source is ready to send. blocks: the prompt's blocks in the source's pool; first_token: already sampled.
+    """The source will send the KV of `prompt_tokens` positions.
 
     adapter: digest of the request's LoRA adapter at the source, empty for the base model.
     """
@@ -42,22 +48,54 @@ class Offer(msgspec.Struct, frozen=True, tag="offer", forbid_unknown_fields=True
     request_id: _Id
     compatibility: _Id
     prompt_tokens: _Count
-    first_token: _Count
-    blocks: _Blocks
-    adapter: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    adapter: _Digest = ""
 
 
 class Accept(msgspec.Struct, frozen=True, tag="accept", forbid_unknown_fields=True):
-    """The destination has posted receives: for its blocks for the offer's blocks from `first_block` on, then, where the
-    model has recurrent state, for the record of the slot.
+    """The destination has its first `cached_tokens` positions; the others are to land in `blocks`.
+
+    channel: of the first segment; each takes the next one.
     """
 
     handoff_id: _Id
     attempt: _Count
     incarnation: _Count
     channel: _Channel
+    cached_tokens: _Count
+    blocks: _Blocks
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the next token needs besides KV. first_token: sampled by the source; adapter: as in the offer."""
+
+    first_token: _Count
+    adapter: _Digest = ""
+
+
+class Segment(msgspec.Struct, frozen=True, tag="segment", forbid_unknown_fields=True):
+    """The source sends its `blocks`, which hold the prompt's blocks from `first_block` on; with the record also, where
+    the model has recurrent state, what its slot holds.
+
+    number: 0, 1, ... checksum: of the content, see handoff/checksum.py; 0 where none is made.
+    """
+
+    handoff_id: _Id
+    attempt: _Count
+    incarnation: _Count
+    number: Annotated[int, msgspec.Meta(ge=0, lt=MAX_SEGMENTS)]
     first_block: _Count
     blocks: _Blocks
+    checksum: Annotated[int, msgspec.Meta(ge=0)] = 0
+    record: Record | None = None
+
+
+class Cease(msgspec.Struct, frozen=True, tag="cease", forbid_unknown_fields=True):
+    """From the source: no segment follows. From the destination: none is wanted; it takes those that are on the way."""
+
+    handoff_id: _Id
+    attempt: _Count
+    incarnation: _Count
+    reason: _Reason
 
 
 class Refuse(msgspec.Struct, frozen=True, tag="refuse", forbid_unknown_fields=True):
@@ -66,10 +104,10 @@ class Refuse(msgspec.Struct, frozen=True, tag="refuse", forbid_unknown_fields=Tr
     handoff_id: _Id
     attempt: _Count
     incarnation: _Count
-    reason: Annotated[str, msgspec.Meta(max_length=500)]
+    reason: _Reason
 
 
-Message: TypeAlias = Offer | Accept | Refuse
+Message: TypeAlias = Offer | Accept | Refuse | Segment | Cease
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)

@@ -1,15 +1,26 @@
-"""A prefill replica: reads prompts, holds their KV, offers it to decode nodes."""
+"""A prefill replica: reads prompts, holds their KV, hands it to decode nodes, the first blocks while it still reads."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 
-from handoff.exchange import Broken, Landed, TransferEnd
 from handoff.node import MakeExchange, Node, Publish
-from scheduler.commands import CommandEffects, SubmitHandoffPrefill
+from handoff.transfer_ends import Broken, Landed, TransferEnd
+from handoff.transfer_out import Progress
+from scheduler.commands import CancelSource, Command, CommandEffects, SubmitHandoffPrefill
 from scheduler.contract import DeviceIo
-from scheduler.events import LeaseExpired, LifecycleEvent, SourceHeld
+from scheduler.events import BoundaryEffects, LeaseExpired, LifecycleEvent, SourceHeld
 from scheduler.ids import HandoffId, NodeId, RequestId
-from scheduler.prefill_scheduler import PrefillScheduler
+from scheduler.prefill_scheduler import PrefillScheduler, SourceProgress
+
+
+@dataclass(slots=True)
+class _Stream:
+    """A prefill whose blocks travel as they become final. known: what was told of it."""
+
+    handoff_id: HandoffId
+    attempt: int
+    known: SourceProgress | None = None
 
 
 class PrefillNode(Node[PrefillScheduler]):
@@ -26,42 +37,70 @@ class PrefillNode(Node[PrefillScheduler]):
         clock: Callable[[], float],
     ) -> None:
         super().__init__(node, incarnation, scheduler, device, make_exchange, publish, clock)
-        self._armed: dict[RequestId, NodeId] = {}
+        self._streams: dict[RequestId, _Stream] = {}
 
     def submit_prefill(self, command: SubmitHandoffPrefill, send_to: NodeId | None) -> "Future[CommandEffects]":
-        """Prefill and hold; with `send_to`, offer the KV in the very boundary in which it is held."""
+        """Prefill and hold; with `send_to`, the KV is on its way there from the first block that is final."""
         return self._loop.call(lambda: self._submit(command, send_to), command)
 
     def start_transfer(self, handoff_id: HandoffId, attempt: int, destination: NodeId) -> "Future[bool]":
-        """Offer a held source to its destination. False if nothing is held under this id."""
-        return self._loop.call(lambda: self._offer(handoff_id, attempt, destination))
+        """Send a held source to its destination. False if nothing is held under this id."""
+        return self._loop.call(lambda: self._start(handoff_id, attempt, destination))
 
     def _submit(self, command: SubmitHandoffPrefill, send_to: NodeId | None) -> CommandEffects:
         effects = self._apply(command)
         if send_to is not None:
-            self._armed[command.request.request_id] = send_to
+            request = command.request
+            self._streams[request.request_id] = _Stream(command.handoff_id, command.attempt)
+            self._exchange.offer(
+                send_to, command.handoff_id, command.attempt, request.request_id, len(request.prompt), request.adapter
+            )
         return effects
 
-    def _offer(self, handoff_id: HandoffId, attempt: int, destination: NodeId) -> bool:
+    def _start(self, handoff_id: HandoffId, attempt: int, destination: NodeId) -> bool:
         held = self._scheduler.held(handoff_id, attempt)
         if held is None:
             return False
-        self._scheduler.transfer_started(handoff_id, attempt)
-        self._exchange.offer(destination, handoff_id, attempt, held)
+        self._exchange.offer(destination, handoff_id, attempt, held.request_id, held.prompt_tokens, held.adapter)
+        self._complete(handoff_id, attempt)
         return True
+
+    def _complete(self, handoff_id: HandoffId, attempt: int) -> None:
+        held = self._scheduler.held(handoff_id, attempt)
+        if held is not None and self._exchange.complete(handoff_id, attempt, held):
+            self._scheduler.transfer_started(handoff_id, attempt)
+
+    def _apply(self, command: Command) -> CommandEffects:
+        effects = super()._apply(command)
+        if isinstance(command, CancelSource):
+            self._exchange.cease(command.handoff_id, command.attempt, "cancelled")
+        return effects
+
+    def _on_boundary(self, effects: BoundaryEffects) -> None:
+        super()._on_boundary(effects)
+        for stream in self._streams.values():
+            progress = self._scheduler.progress(stream.handoff_id, stream.attempt, stream.known)
+            if progress is not None:
+                stream.known = progress
+                self._exchange.advance(
+                    stream.handoff_id,
+                    stream.attempt,
+                    Progress(progress.blocks, progress.final, progress.generation),
+                )
 
     def _on_event(self, event: LifecycleEvent) -> None:
         match event:
             case SourceHeld(handoff_id, attempt, request_id):
-                destination = self._armed.pop(request_id, None)
-                if destination is not None:
-                    self._offer(handoff_id, attempt, destination)
-            case LeaseExpired(request_id=request_id):
-                self._armed.pop(request_id, None)
+                if self._streams.pop(request_id, None) is not None:
+                    self._complete(handoff_id, attempt)
+            case LeaseExpired(handoff_id, attempt):
+                self._exchange.cease(handoff_id, attempt, "its lease expired")
 
     def _on_retired(self, request_id: RequestId) -> None:
-        """However a request ended, nothing of it will be held."""
-        self._armed.pop(request_id, None)
+        """However a request ended, nothing more of it will be sent."""
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            self._exchange.cease(stream.handoff_id, stream.attempt, "the request ended at its source")
 
     def _settle(self, end: TransferEnd) -> tuple[Landed | Broken, ...]:
         self._scheduler.transfer_quiet(end.handoff_id, end.attempt)

@@ -56,7 +56,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class HeldKv:
-    """What a transfer needs of a held source. blocks: those of the prompt, in order."""
+    """What a transfer needs of a held source. blocks: those of the prompt, in order. generation: see SourceProgress."""
 
     request_id: RequestId
     prompt_tokens: int
@@ -64,6 +64,18 @@ class HeldKv:
     blocks: tuple[BlockId, ...]
     slot: int = NO_SLOT
     adapter: str | None = None
+    generation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SourceProgress:
+    """How far a source's prefill is. final: how many of the first `blocks` change no more. generation: grows each time
+    that it loses its blocks.
+    """
+
+    blocks: tuple[BlockId, ...]
+    final: int
+    generation: int
 
 
 class PrefillScheduler(SchedulerBase):
@@ -131,7 +143,21 @@ class PrefillScheduler(SchedulerBase):
             blocks=tuple(sequence.blocks),
             slot=sequence.slot,
             adapter=sequence.adapter,
+            generation=sequence.preemptions,
         )
+
+    def progress(self, handoff_id: HandoffId, attempt: int, known: SourceProgress | None) -> SourceProgress | None:
+        """How far the prefill is, or None if that is what is known of it, or it is no prefill."""
+        source = self._find(handoff_id, attempt)
+        if source is None or source.phase is not SourcePhase.PENDING:
+            return None
+        sequence = source.sequence
+        # One that waits for blocks has none, and nothing of it is final.
+        final = min(sequence.start // self.kv.block_size, len(sequence.blocks))
+        before = (0, 0) if known is None else (known.final, known.generation)
+        if before == (final, sequence.preemptions):
+            return None
+        return SourceProgress(tuple(sequence.blocks), final, sequence.preemptions)
 
     def transfer_started(self, handoff_id: HandoffId, attempt: int) -> None:
         """The transport may read the held blocks until `transfer_quiet`."""

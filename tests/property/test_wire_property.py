@@ -6,16 +6,41 @@ from determinism import deterministic
 from hypothesis import given
 from hypothesis import strategies as st
 
-from handoff.wire import PROTOCOL_VERSION, Accept, Message, Offer, Refuse, WireError, decode, encode
+from handoff.wire import (
+    MAX_SEGMENTS,
+    PROTOCOL_VERSION,
+    Accept,
+    Cease,
+    Message,
+    Offer,
+    Record,
+    Refuse,
+    Segment,
+    WireError,
+    decode,
+    encode,
+)
 
 HEADER = b"PRLY" + PROTOCOL_VERSION.to_bytes(2, "little")
 ids = st.text(min_size=1, max_size=128)
 counts = st.integers(0, 2**40 - 1)
 blocks = st.lists(counts, max_size=50).map(tuple)
 messages: st.SearchStrategy[Message] = st.one_of(
-    st.builds(Offer, ids, counts, counts, ids, ids, counts, counts, blocks),
+    st.builds(Offer, ids, counts, counts, ids, ids, counts, st.text(max_size=128)),
     st.builds(Accept, ids, counts, counts, st.integers(0, 2**32 - 1), counts, blocks),
     st.builds(Refuse, ids, counts, counts, st.text(max_size=500)),
+    st.builds(Cease, ids, counts, counts, st.text(max_size=500)),
+    st.builds(
+        Segment,
+        ids,
+        counts,
+        counts,
+        st.integers(0, MAX_SEGMENTS - 1),
+        counts,
+        blocks,
+        st.integers(0, 2**64 - 1),
+        st.none() | st.builds(Record, counts, st.text(max_size=128)),
+    ),
 )
 
 

@@ -212,6 +212,7 @@ async def test_cancel_while_the_bytes_travel(order: Order) -> None:
         cluster.fabric.hold()
         victim = asyncio.create_task(cluster.serve(a_request("victim", range(100))))
         assert await asyncio.to_thread(cluster.fabric.wait_held, 5)
+        await cluster.until(lambda: cluster.blocks_are("prefill-0", held=25))
         await cancel(cluster)
         # Bytes may still come: both sides keep the blocks out of the pool until they have.
         await cluster.until(lambda: cluster.blocks_are("prefill-0", held=0, draining=25))
@@ -220,6 +221,25 @@ async def test_cancel_while_the_bytes_travel(order: Order) -> None:
         cluster.fabric.release()
         await require_cancelled(cluster, victim, requests, tasks)
         assert "victim" not in cluster.devices[NodeId("decode-0")].computed
+
+
+async def test_cancel_while_first_blocks_travel_and_the_prefill_goes_on() -> None:
+    async with LocalCluster(ClusterShape()) as cluster:
+        gate = cluster.gate("prefill-0")
+        gate.hold(after_steps=2)
+        cluster.fabric.hold()
+        victim = asyncio.create_task(cluster.serve(a_request("victim", range(100))))
+        assert await asyncio.to_thread(cluster.fabric.wait_held, 5)
+        assert await asyncio.to_thread(gate.wait_held, 5)
+        cluster.cancel("victim")
+        await cluster.until_sent(CancelSource, "victim")
+        gate.release()
+        # Its bytes may still come, and what is left of the prompt never will.
+        await cluster.until(lambda: cluster.blocks_are("decode-0", reserved=0, draining=26))
+        await cluster.until(lambda: cluster.blocks_are("prefill-0", held=0, draining=0))
+        requests, tasks = await with_bystanders(cluster)
+        cluster.fabric.release()
+        await require_cancelled(cluster, victim, requests, tasks)
 
 
 @ORDERS

@@ -8,9 +8,9 @@ from scheduler_drive import request
 
 from handoff.coordinator import Order
 from handoff.driver import Driver, DriverLimits, HandoffRecord
-from handoff.exchange import Broken, Landed
 from handoff.leases import HandoffKey
 from handoff.report import NodeReport
+from handoff.transfer_ends import Broken, Landed
 from scheduler.commands import (
     Applied,
     Command,

@@ -16,11 +16,12 @@ from decode_node.node import DecodeNode
 from handoff.compatibility import Compatibility
 from handoff.coordinator import Completion, Order
 from handoff.driver import Driver, DriverLimits, HandoffRecord
-from handoff.exchange import Exchange, TransferEnd
+from handoff.exchange import Exchange
 from handoff.leases import HandoffKey, LeaseKeeper
 from handoff.node import MakeExchange, Node
 from handoff.pool_layout import PoolLayout
 from handoff.report import NodeReport
+from handoff.transfer_ends import TransferEnd
 from handoff.transports.base import Transport
 from handoff.transports.memory import MemoryFabric, MemoryTransport
 from handoff.wire import PROTOCOL_VERSION

@@ -17,8 +17,8 @@ from scheduler_drive import request
 
 from handoff.coordinator import Completion, Order
 from handoff.driver import DriverLimits
-from handoff.exchange import Broken
 from handoff.report import NodeReport
+from handoff.transfer_ends import Broken
 from scheduler.commands import (
     ActivateDestination,
     Applied,

@@ -7,23 +7,30 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import structlog
+from gate import Gate
 from kv_machine import KvMachine, expected_output
 from scheduler_drive import BLOCK_SIZE, decode_scheduler, handoff, prefill_scheduler, request
 
 from decode_node.node import DecodeNode
-from handoff.exchange import Broken, Landed, TransferEnd
 from handoff.node import Node
 from handoff.report import NodeReport
+from handoff.transfer_ends import Broken, Landed, TransferEnd
+from handoff.transfer_out import Progress
 from prefill_node.node import PrefillNode
+from scheduler.batching import BatchLimits
 from scheduler.commands import (
     Applied,
     CancelDestination,
     CancelRequest,
+    CancelSource,
     Command,
     CommandEffects,
+    ReleaseSource,
     ReserveDestination,
     SubmitHandoffPrefill,
 )
+from scheduler.contract import StepPlan
+from scheduler.effects import Ticket
 from scheduler.errors import InvariantBroken
 from scheduler.events import DestinationReserved, LeaseExpired, Outputs, SourceHeld
 from scheduler.ids import NodeId, RequestId
@@ -40,10 +47,21 @@ class RecordingExchange:
 
     def __init__(self, log: list[str], report: Callable[[TransferEnd], None]) -> None:
         self.report = report
+        self.has_ended = False
         self._log = log
 
-    def offer(self, peer: NodeId, handoff_id: str, attempt: int, held: Any) -> None:
+    def offer(self, peer: NodeId, handoff_id: str, attempt: int, *request: Any) -> None:
         self._log.append(f"offer {handoff_id} to {peer}")
+
+    def advance(self, handoff_id: str, attempt: int, progress: Progress) -> None:
+        self._log.append(f"advance {handoff_id} to {progress.final}")
+
+    def complete(self, handoff_id: str, attempt: int, held: Any) -> bool:
+        self._log.append(f"complete {handoff_id}")
+        return not self.has_ended
+
+    def cease(self, handoff_id: str, attempt: int, reason: str) -> None:
+        self._log.append(f"cease {handoff_id}: {reason}")
 
     def expect(self, handoff_id: str, attempt: int, reserved: Any) -> None:
         self._log.append(f"expect {handoff_id}")
@@ -113,13 +131,65 @@ def landed(name: str, length: int = 6) -> Landed:
     return Landed(handoff(name), 1, first, P, "test", 2, 64, 0.1)
 
 
-def test_an_output_is_told_before_the_hold_is_offered_and_that_before_it_is_told() -> None:
+def test_an_output_is_told_before_the_hold_is_sent_and_that_before_it_is_told() -> None:
     bench = Bench()
     with running(bench.prefill()) as node:
         command = SubmitHandoffPrefill(X, request("a", [1, 2]))
         node.submit_prefill(command, D).result(WAIT_S)
         bench.until("tell SourceHeld x")
-    assert bench.log == ["output a", "offer x to decode-0", "tell SourceHeld x"]
+    assert bench.log == ["offer x to decode-0", "output a", "complete x", "tell SourceHeld x"]
+
+
+def test_blocks_are_sent_as_chunk_after_chunk_makes_them_final() -> None:
+    bench = Bench()
+    with running(bench.prefill(limits=BatchLimits(max_tokens=6, max_sequences=4))) as node:
+        node.submit_prefill(SubmitHandoffPrefill(X, request("a", range(15))), D).result(WAIT_S)
+        bench.until("tell SourceHeld x")
+    sent = ["advance x to 1", "advance x to 3", "output a", "complete x", "tell SourceHeld x"]
+    assert bench.log == ["offer x to decode-0", *sent]
+
+
+def test_a_cancel_in_the_middle_of_a_prefill_ceases_its_transfer() -> None:
+    bench, gate = Bench(), Gate()
+    launch = bench.device.launch
+
+    def gated(plan: StepPlan) -> Ticket:
+        gate.enter()
+        return launch(plan)
+
+    bench.device.launch = gated  # type: ignore[method-assign]
+    gate.hold(after_steps=2)
+    with running(bench.prefill(limits=BatchLimits(max_tokens=4, max_sequences=4))) as node:
+        node.submit_prefill(SubmitHandoffPrefill(X, request("a", range(60))), D).result(WAIT_S)
+        assert gate.wait_held(WAIT_S)
+        cancelled = node.apply(CancelSource(X))
+        gate.release()
+        assert cancelled.result(WAIT_S).result == Applied()
+        apply(node, CancelSource(Y))  # a boundary later
+        assert node.status().result(WAIT_S)["drained"]
+        assert node._streams == {}
+    assert "advance x to 2" in bench.log
+    assert "cease x: cancelled" in bench.log
+    assert "complete x" not in bench.log
+
+
+def test_a_request_that_ends_with_its_first_token_ceases_its_transfer() -> None:
+    bench = Bench()
+    with running(bench.prefill()) as node:
+        node.submit_prefill(SubmitHandoffPrefill(X, request("a", [1, 2], max_tokens=1)), D).result(WAIT_S)
+        bench.until("cease x: the request ended at its source")
+        assert node._streams == {}
+    assert "complete x" not in bench.log
+
+
+def test_a_hold_whose_transfer_has_ended_before_is_not_waited_for() -> None:
+    bench = Bench()
+    with running(bench.prefill()) as node:
+        bench.exchange.has_ended = True
+        node.submit_prefill(SubmitHandoffPrefill(X, request("a", [1, 2])), D).result(WAIT_S)
+        bench.until("tell SourceHeld x")
+        assert apply(node, ReleaseSource(X)).result == Applied()
+        assert node.status().result(WAIT_S)["drained"]
 
 
 def test_a_hold_without_a_destination_waits_for_the_command() -> None:
@@ -129,7 +199,7 @@ def test_a_hold_without_a_destination_waits_for_the_command() -> None:
         bench.until("tell SourceHeld x")
         assert node.start_transfer(X, 1, D).result(WAIT_S)
         assert not node.start_transfer(Y, 1, D).result(WAIT_S)
-    assert bench.log == ["output a", "tell SourceHeld x", "offer x to decode-0"]
+    assert bench.log == ["output a", "tell SourceHeld x", "offer x to decode-0", "complete x"]
 
 
 def test_a_reservation_can_be_filled_before_it_is_told_and_is_told_once() -> None:
@@ -209,7 +279,7 @@ def test_an_armed_hold_that_is_offered_and_expires_drains_until_its_bytes_are_se
     with running(bench.prefill(lease_s=0.05)) as node:
         node.submit_prefill(SubmitHandoffPrefill(X, request("a", [1, 2])), D).result(WAIT_S)
         bench.until("tell LeaseExpired x")
-        assert node._armed == {}
+        assert "cease x: its lease expired" in bench.log
         assert node.status().result(WAIT_S)["blocks"]["draining"] == 1
         bench.exchange.report(Broken(X, 1, "the peer was lost"))
         assert node.status().result(WAIT_S)["drained"]

@@ -1,10 +1,26 @@
 import msgspec
 import pytest
 
-from handoff.wire import MAX_FRAME_BYTES, PROTOCOL_VERSION, Accept, Message, Offer, Refuse, WireError, decode, encode
+from handoff.wire import (
+    MAX_FRAME_BYTES,
+    MAX_SEGMENTS,
+    PROTOCOL_VERSION,
+    Accept,
+    Cease,
+    Message,
+    Offer,
+    Record,
+    Refuse,
+    Segment,
+    WireError,
+    decode,
+    encode,
+)
 
-OFFER = Offer("h", 1, 7, "r", "digest", 10, 42, (3, 1, 2))
-ACCEPT = Accept("h", 1, 7, channel=5, first_block=1, blocks=(8, 9))
+OFFER = Offer("h", 1, 7, "r", "digest", 10, "adapter")
+ACCEPT = Accept("h", 1, 7, channel=5, cached_tokens=16, blocks=(8, 9))
+SEGMENT = Segment("h", 1, 7, 2, 4, (3, 1, 2), 2**64 - 1, Record(42))
+CEASE = Cease("h", 1, 7, "cancelled")
 REFUSE = Refuse("h", 1, 7, "nothing is reserved")
 HEADER = b"PRLY" + PROTOCOL_VERSION.to_bytes(2, "little")
 
@@ -13,7 +29,7 @@ def frame_of(**fields: object) -> bytes:
     return HEADER + msgspec.msgpack.encode(fields)
 
 
-@pytest.mark.parametrize("message", [OFFER, ACCEPT, REFUSE], ids=["offer", "accept", "refuse"])
+@pytest.mark.parametrize("message", [OFFER, ACCEPT, REFUSE, SEGMENT, CEASE], ids=lambda message: type(message).__name__)
 def test_a_message_survives_the_wire(message: Message) -> None:
     assert decode(encode(message)) == message
 
@@ -44,7 +60,7 @@ def test_another_magic_or_version_is_named() -> None:
     frame = encode(OFFER)
     with pytest.raises(WireError, match="HTTP"):
         decode(b"HTTP" + frame[4:])
-    with pytest.raises(WireError, match="speaks version 9, this node speaks 2"):
+    with pytest.raises(WireError, match="speaks version 9, this node speaks 3"):
         decode(frame[:4] + b"\x09\x00" + frame[6:])
 
 
@@ -88,8 +104,15 @@ def test_a_channel_is_what_a_transport_takes() -> None:
         decode(frame_of(**{**fields, "channel": 2**32}))
 
 
+def test_segments_are_numbered_as_far_as_their_channels_go() -> None:
+    fields = msgspec.to_builtins(SEGMENT)
+    assert decode(frame_of(**{**fields, "number": MAX_SEGMENTS - 1}))
+    with pytest.raises(WireError):
+        decode(frame_of(**{**fields, "number": MAX_SEGMENTS}))
+
+
 def test_frames_have_a_size_limit_on_both_sides() -> None:
-    huge = Offer("h", 1, 1, "r", "d", 1, 1, tuple(range(2**30, 2**30 + 250_000)))
+    huge = Accept("h", 1, 1, 1, 1, tuple(range(2**30, 2**30 + 250_000)))
     with pytest.raises(WireError, match="over the limit"):
         encode(huge)
     with pytest.raises(WireError, match="over the limit"):

@@ -1,0 +1,124 @@
+"""The source's side of one transfer, as data: what is final, what was sent, what may be sent next.
+
+    OFFERED --Accept--> OPEN --Segment ... Segment with the record--> CLOSED --all sent--> over
+        `--Refuse--> over `--ceased, by whom ever-----------------------^
+
+Blocks may be sent as soon as they are final, while the prefill goes on. A prefill that loses its blocks is computed
+again, and its old blocks may be overwritten while they are read: what was not surely sent before is sent once more, but
+only when nothing of it is under way, or the old bytes might land last. Such bytes do no harm before that: only the
+record makes a destination run.
+"""
+
+from dataclasses import dataclass
+
+from handoff.wire import MAX_SEGMENTS, Accept, Record
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a source is.
+
+    blocks: its block table. final: how many of the first ones change no more. generation: another one means that it had
+    lost its blocks meanwhile. record: once all blocks are final and its slot is; slot: where that state is.
+    """
+
+    blocks: tuple[int, ...]
+    final: int
+    generation: int = 0
+    record: Record | None = None
+    slot: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What one segment carries. first: the number of its first block in the sequence. into: destination blocks."""
+
+    number: int
+    first: int
+    blocks: tuple[int, ...]
+    into: tuple[int, ...]
+    channel: int
+    record: Record | None
+    slot: int
+
+
+class Outgoing:
+    """Pure. prompt_tokens: positions to send. block_size: tokens in a block of the source."""
+
+    def __init__(self, peer: str, prompt_tokens: int, block_size: int) -> None:
+        self.peer = peer
+        self.error: str | None = None
+        self.ceased = False
+        self._block_size = block_size
+        self._blocks = -(-prompt_tokens // block_size)
+        self._accept: Accept | None = None
+        self._progress: Progress | None = None
+        self._skipped = 0
+        self._covered = 0
+        self._safe = 0
+        self._rewinds = False
+        self._next = 0
+        self._in_flight: dict[int, int] = {}
+        self._closed = False
+
+    @property
+    def is_accepted(self) -> bool:
+        return self._accept is not None
+
+    @property
+    def is_closed(self) -> bool:
+        """No segment follows."""
+        return self._closed
+
+    @property
+    def is_over(self) -> bool:
+        """And nothing is under way: the memory is quiet."""
+        return self._closed and not self._in_flight
+
+    def accept(self, accept: Accept) -> None:
+        """Raises ValueError when the accepted blocks don't fit."""
+        skipped, rest = divmod(accept.cached_tokens, self._block_size)
+        if rest or len(accept.blocks) != self._blocks - skipped:
+            raise ValueError(f"accepted: {len(accept.blocks)} blocks after {accept.cached_tokens} tokens")
+        self._accept = accept
+        self._skipped = self._covered = self._safe = skipped
+
+    def advance(self, progress: Progress) -> None:
+        if progress.final > min(self._blocks, len(progress.blocks)):
+            raise ValueError(f"{progress.final} blocks are final, the prompt has {self._blocks}")
+        if self._progress is not None and progress.generation != self._progress.generation:
+            self._rewinds = True
+        elif not self._rewinds:
+            # Not later: what ends after this look may have been read when the blocks were another's already.
+            self._safe = min(self._in_flight.values(), default=self._covered)
+        self._progress = progress
+
+    def close(self, error: str | None = None) -> None:
+        self._closed = True
+        self.error = self.error or error
+
+    def next(self) -> Cut | None:
+        """The next segment, which is then under way; None while there is nothing to send."""
+        accept, progress = self._accept, self._progress
+        if accept is None or progress is None or self._closed:
+            return None
+        if self._rewinds:
+            if self._in_flight:
+                return None
+            self._covered, self._rewinds = self._safe, False
+        first, end = self._covered, progress.final
+        is_last = progress.record is not None
+        if not is_last and (end <= first or self._next >= MAX_SEGMENTS - 1):
+            return None
+        into = accept.blocks[first - self._skipped : end - self._skipped]
+        number = self._next
+        self._next, self._covered, self._closed = number + 1, end, is_last
+        self._in_flight[number] = first
+        channel = (accept.channel + number) % 2**32
+        return Cut(number, first, progress.blocks[first:end], into, channel, progress.record, progress.slot)
+
+    def sent(self, number: int, error: str | None) -> None:
+        """A segment has ended."""
+        del self._in_flight[number]
+        if error is not None:
+            self.close(error)
