@@ -13,6 +13,10 @@ def test_it_is_made_of_what_the_device_says() -> None:
     assert Compatibility(1, "kv-machine", "int64", LAYOUT, 1, 1, 1, 16) == MINE
 
 
+def test_the_degree_of_parallelism_is_the_nodes_to_say() -> None:
+    assert Compatibility.of(FACTS, protocol=1, ranks=2) == replace(MINE, ranks=2)
+
+
 def test_equal_settings_agree() -> None:
     other = Compatibility.of(
         replace(FACTS, device="cuda", attention="other", total_blocks=9, model="alias"), protocol=1
@@ -32,6 +36,8 @@ def test_equal_settings_agree() -> None:
         {"kv_heads": 2},
         {"head_dim": 2},
         {"block_size": 32},
+        {"slot_bytes": 64},
+        {"ranks": 2},
     ],
     ids=str,
 )
