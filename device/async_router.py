@@ -183,9 +183,11 @@ class AsyncRouter(DeviceIo):
 
     def teardown(self) -> None:
         """See DeviceIo. Steps in flight run to their end first; nobody hears of them."""
-        self._queue.close()
-        self._in_flight.clear()
-        self._inner.teardown()
+        try:
+            self._queue.close()
+        finally:
+            self._in_flight.clear()
+            self._inner.teardown()
 
 
 def _refused(message: str) -> DeviceError:

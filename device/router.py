@@ -155,11 +155,13 @@ class SyncRouter(DeviceIo):
 
     def teardown(self) -> None:
         """See DeviceIo. The spill store goes with it, and all that it holds."""
-        if self._effects is not None:
-            self._effects.close()
-        self._runner = self._pool = self._effects = self._settled = None
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        try:
+            if self._effects is not None:
+                self._effects.close()
+        finally:
+            self._runner = self._pool = self._effects = self._settled = None
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
 
 
 def _torn_down() -> DeviceError:

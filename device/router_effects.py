@@ -93,10 +93,12 @@ class RouterEffects:
         return Done()
 
     def close(self) -> None:
-        """The copies end; what is saved is dropped."""
+        """The copies end; what is saved is dropped, whatever became of them."""
         self._logits = None
-        self.lane.close()
-        self._applier.close()
+        try:
+            self.lane.close()
+        finally:
+            self._applier.close()
 
     @torch.inference_mode()
     def _read_logits(self, ticket: Ticket, rows: Sequence[int]) -> HostLogits:

@@ -335,10 +335,11 @@ class SchedulerBase(ABC):
 
     @property
     def is_quiescent(self) -> bool:
-        """Nothing of any request is on the device or in its spill store: its adapter table may change. Reached after a
-        while of `is_admission_held`, since what was admitted goes on; who has nothing yet keeps waiting.
+        """Nothing of any request is on the device or in its spill store, and the device has been told so: its adapter
+        table may change. Reached after a while of `is_admission_held`; who has nothing yet keeps waiting.
         """
-        return not self._doomed and leaves_device_alone(self._sequences.values())
+        is_left_alone = not self._doomed and leaves_device_alone(self._sequences.values())
+        return is_left_alone and not self.batcher.pressure.has_untold
 
     def set_adapters(self, digests: Mapping[str, str]) -> None:
         """The adapters that requests may name from now on, with the digests of their content."""

@@ -183,5 +183,6 @@ class DeviceIo(Protocol):
         ...
 
     def teardown(self) -> None:
-        """Free the device memory. No call may follow."""
+        """Free the device memory, also where something on the way to that fails, which is raised then. No call may
+        follow."""
         ...

@@ -72,6 +72,7 @@ class KvAccounting:
         self.slots = SlotPool(state.slots)
         self.snapshots = Snapshots(state.snapshots)
         self.recurrent = state.recurrent
+        self._takes_snapshots = prefix_caching and state.recurrent and state.snapshots > 0
         self._checkpoints: list[Effect] = []
         self._releases: list[Effect] = []
         self._snapshot_restores: list[Effect] = []
@@ -233,11 +234,15 @@ class KvAccounting:
 
     def chunk_end(self, sequence: Sequence, end: int) -> int:
         """Where a chunk that may reach `end` ends: at a block's end where that lets a snapshot be taken."""
-        if not self.recurrent:
+        if not self._takes_snapshots:
             return end
         last = len(sequence.known) if end < len(sequence.known) else len(sequence.known) - 1
         cut = min(end, last) // self.block_size * self.block_size
         return cut if cut > sequence.start else end
+
+    @property
+    def has_slot_effects(self) -> bool:
+        return bool(self._checkpoints or self._releases or self._snapshot_restores)
 
     def take_slot_effects(self) -> tuple[list[Effect], list[Effect], list[Effect]]:
         """What the device must do with slots before the next step: checkpoints, then releases, then restorations."""

@@ -74,6 +74,11 @@ class Pressure:
     def has_outstanding(self) -> bool:
         return bool(self._outstanding)
 
+    @property
+    def has_untold(self) -> bool:
+        """The device has not heard of all that it must do: a slot to be zeroed, a saved state to be dropped, ..."""
+        return bool(self._notices or self._effects or self._outstanding or self._kv.has_slot_effects)
+
     def sequences(self) -> Iterator[Sequence]:
         yield from self._paused
         yield from self._restoring.values()

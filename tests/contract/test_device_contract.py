@@ -1,6 +1,6 @@
 """The calls of the device contract, over every router: the conformance checklist, by its numbers.
 
-Items 2, 3, 7, 10 and 11; those about what a client gets are in test_device_streams.py.
+Items 2, 3, 7, 10 and 11. Where each of the fifteen is tested stands in docs/architecture.md, "Conformance".
 """
 
 from collections.abc import Iterator

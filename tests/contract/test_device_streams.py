@@ -1,10 +1,9 @@
 """What a client gets does not depend on the router: the conformance checklist of the device contract, by its numbers.
 
-Items 1, 4 to 9, 12, 13 and 15; those of the calls themselves are in test_device_contract.py. "model" is the tiny model
+Items 1, 4 to 9, 12 and 13; those of the calls themselves are in test_device_contract.py. "model" is the tiny model
 in fp32, "machine" the oracle for KV.
 """
 
-import ast
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -20,7 +19,6 @@ from rows import make_row
 from scheduler_drive import BLOCK_SIZE, Stepper, decode_scheduler, handoff, prefill_scheduler, request
 from tiny_model import save_tiny_model
 
-import scheduler
 from device.async_router import AsyncRouter
 from device.model_runner import ModelRunner
 from device.recorded_router import RecordingRouter
@@ -360,32 +358,3 @@ def test_item_13_a_discarded_row_with_no_other_traffic_ends(kind: str, device: C
     batcher = played.stepper.scheduler.batcher
     assert (batcher.overruns, batcher.steps_in_flight) == (1, 0)
     assert len(played.stepper.plans) == len(played.tokens["a"]) + 1
-
-
-FORBIDDEN = {
-    "time",
-    "random",
-    "os",
-    "io",
-    "socket",
-    "threading",
-    "asyncio",
-    "ray",
-    "torch",
-    "numpy",
-    "structlog",
-    "logging",
-}
-
-
-def test_item_15_the_scheduler_touches_nothing_outside() -> None:
-    sources = sorted(Path(scheduler.__file__).parent.glob("*.py"))
-    assert len(sources) > 25
-    for source in sources:
-        for node in ast.walk(ast.parse(source.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom):
-                names = [node.module or ""]
-            assert not {name.partition(".")[0] for name in names} & FORBIDDEN, f"{source.name}: {names}"
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                assert node.func.id not in {"open", "print", "input", "exec", "eval"}, f"{source.name}:{node.lineno}"

@@ -4,22 +4,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from reference import answers, prompts
 from served import Served, serve
+from torch_threads import one_thread
 
 from device.models import default_home, resolve_model
 
+__all__ = ["one_thread"]
+
 ANSWER_TOKENS = 64
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two torch threads that share a busy core wait for each other: ten times slower than one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -41,13 +41,15 @@ async def complete(client: httpx.AsyncClient, prompt: Sequence[int], max_tokens:
     return Completion(choice["token_ids"], details.get("cached_tokens", 0), choice["finish_reason"])
 
 
-async def complete_all(url: str, prompts: Sequence[Sequence[int]], max_tokens: int, at_once: int) -> list[Completion]:
+async def complete_all(
+    url: str, prompts: Sequence[Sequence[int]], max_tokens: int, at_once: int, **options: Any
+) -> list[Completion]:
     """All prompts, `at_once` in flight, answers in the order of the prompts."""
     gate = asyncio.Semaphore(at_once)
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, trust_env=False) as client:
 
         async def one(prompt: Sequence[int]) -> Completion:
             async with gate:
-                return await complete(client, prompt, max_tokens)
+                return await complete(client, prompt, max_tokens, **options)
 
         return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))

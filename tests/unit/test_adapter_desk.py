@@ -9,9 +9,11 @@ from scheduler_drive import BLOCK_SIZE, Stepper, decode_scheduler, request
 from handoff.adapter_desk import AdapterDesk
 from scheduler.adapters import AdapterFacts, AdapterRefused, ListAdapters, LoadAdapter, LoraCommand, UnloadAdapter
 from scheduler.commands import Submit
+from scheduler.effects import ReleaseSeq
 from scheduler.errors import CommandRejected
 from scheduler.ids import RequestId
 from scheduler.request import FinishReason
+from scheduler.slots import SlotLimits
 
 LOAD = LoadAdapter("sql", "/adapters/sql")
 LENGTH = FinishReason.LENGTH
@@ -20,8 +22,8 @@ LENGTH = FinishReason.LENGTH
 class AdapterMachine(KvMachine):
     """A KvMachine with an adapter table. commands: those that reached it. error: what the next one raises."""
 
-    def __init__(self) -> None:
-        super().__init__(16, BLOCK_SIZE)
+    def __init__(self, slots: int) -> None:
+        super().__init__(16, BLOCK_SIZE, slots=slots)
         self.commands: list[LoraCommand] = []
         self.table: dict[str, AdapterFacts] = {}
         self.error: Exception | None = None
@@ -40,9 +42,9 @@ class AdapterMachine(KvMachine):
 class Bench:
     """A node's scheduler, device and desk, stepped by hand."""
 
-    def __init__(self) -> None:
-        self.scheduler = decode_scheduler()
-        self.device = AdapterMachine()
+    def __init__(self, slots: int = 0) -> None:
+        self.scheduler = decode_scheduler(state=SlotLimits(slots))
+        self.device = AdapterMachine(slots)
         self.stepper = Stepper(self.scheduler, io=self.device)
         self.desk = AdapterDesk(self.scheduler, self.device)
 
@@ -97,6 +99,20 @@ def test_it_waits_until_what_was_admitted_has_ended(bench: Bench) -> None:
     assert asked.done()
     bench.stepper.run()
     assert bench.stepper.finishes == {RequestId("a"): LENGTH, RequestId("b"): LENGTH}
+
+
+def test_it_waits_until_the_device_knows_of_the_last_release() -> None:
+    bench = Bench(slots=2)
+    bench.submit("a", max_tokens=2)
+    bench.step()
+    asked = bench.ask(LOAD)
+    bench.step()
+    assert bench.stepper.finishes == {RequestId("a"): LENGTH}
+    assert bench.device.effects == []
+    assert not asked.done()
+    bench.step()
+    assert [type(effect) for effect in bench.device.effects] == [ReleaseSeq]
+    assert asked.done()
 
 
 def test_commands_are_served_in_the_order_asked(bench: Bench) -> None:

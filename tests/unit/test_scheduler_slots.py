@@ -61,6 +61,15 @@ def test_a_shared_prefix_is_computed_once() -> None:
     assert stepper.device.computed["b"] == len(PROMPT) - 8 + 2
 
 
+@pytest.mark.parametrize(
+    ("options", "steps"), [({}, 2), ({"snapshots": 0}, 1), ({"prefix_caching": False}, 1)], ids=str
+)
+def test_a_prompt_is_cut_where_a_snapshot_can_be_taken_and_nowhere_else(options: dict[str, Any], steps: int) -> None:
+    stepper = hybrid(**options)
+    serve(stepper, "a", PROMPT, 1)
+    assert len(stepper.plans) == steps
+
+
 @pytest.mark.parametrize("slots", [1, 4])
 def test_a_snapshot_that_cannot_be_restored_is_forgotten_and_its_prefix_computed(slots: int) -> None:
     stepper = hybrid(slots=slots)

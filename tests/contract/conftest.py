@@ -1,0 +1,3 @@
+from torch_threads import one_thread
+
+__all__ = ["one_thread"]
