@@ -189,23 +189,23 @@ def _node_actors(
 ) -> dict[NodeId, Any]:
     handles: dict[NodeId, Any] = {}
     for index in range(pool.nodes):
-        config = _node_config(NodeId(f"{role}-{index}"), settings, pool, model)
+        config = _node_config(role, index, settings, pool, model)
         gpus = 1 if settings.device.startswith("cuda") else 0
         handles[config.node] = _actor(actor, num_gpus=gpus, resources={role: 1}).remote(config)
     return handles
 
 
-def _node_config(node: NodeId, settings: Settings, pool: PoolSettings, model: ModelFolder) -> NodeConfig:
+def _node_config(role: str, index: int, settings: Settings, pool: PoolSettings, model: ModelFolder) -> NodeConfig:
     return NodeConfig(
-        node=node,
+        node=NodeId(f"{role}-{index}"),
         incarnation=1,
         device=DeviceConfig(
             model_path=str(model.path),
             model_name=model.name,
             device=settings.device,
-            dtype=settings.dtype,
+            dtype=pool.dtype or settings.dtype,
             attention=settings.attention,
-            block_size=settings.block_size,
+            block_size=pool.block_size or settings.block_size,
             kv_bytes=pool.kv_mib << 20,
             max_model_len=settings.max_model_len,
             threads=settings.threads_of(pool),
@@ -213,6 +213,7 @@ def _node_config(node: NodeId, settings: Settings, pool: PoolSettings, model: Mo
             spill_path=pool.spill_path,
             slots=pool.max_batch_sequences + max(settings.limits.max_holds, settings.limits.max_reservations),
             snapshots=pool.snapshots,
+            staging_bytes=settings.limits.staging_mib << 20 if role == "decode" else 0,
             router=settings.router,
         ),
         batch=BatchLimits(

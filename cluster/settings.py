@@ -23,11 +23,14 @@ class _Model(BaseModel):
 class PoolSettings(_Model):
     """One pool of nodes. threads: CPU threads of a step, 0 for an equal share of the cores.
 
-    policy, preemption, victim, immunity_tokens: see scheduler/policies.py. spill_path: a folder, None for host memory.
+    block_size, dtype: of this pool alone, None for those of all. spill_path: a folder, None for host memory.
+    policy, preemption, victim, immunity_tokens: see scheduler/policies.py.
     """
 
     nodes: int = Field(1, ge=1, le=64)
     threads: int = Field(0, ge=0, le=1024)
+    block_size: int | None = Field(None, ge=1, le=1024)
+    dtype: Literal["auto", "bf16", "fp32"] | None = None
     kv_mib: int = Field(1024, ge=1, description="KV memory of one node")
     max_batch_tokens: int = Field(512, ge=1, description="token budget of one step")
     max_batch_sequences: int = Field(64, ge=1)
@@ -68,6 +71,7 @@ class Limits(_Model):
     max_requests: int = Field(256, ge=1, description="requests in the cluster before the API answers 429")
     max_holds: int = Field(64, ge=1, description="handoffs under way on one prefill node, the others queue there")
     max_reservations: int = Field(32, ge=1, description="handoffs in flight towards one decode node")
+    staging_mib: int = Field(16, ge=0, description="of a decode node, for KV of another block size or dtype")
     lease_s: float = Field(60.0, gt=0, description="without the coordinator before a node frees a handoff's blocks")
     action_s: float = Field(60.0, gt=0, description="a node's acknowledgement of one command")
     handoff_s: float = Field(600.0, gt=0, description="from routing to running on the decode node")

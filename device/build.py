@@ -33,6 +33,7 @@ def build_router(config: DeviceConfig) -> SyncRouter | AsyncRouter:
         spill_path=None if config.spill_path is None else Path(config.spill_path).expanduser(),
         slots=config.slots,
         snapshots=config.snapshots,
+        staging_bytes=config.staging_bytes,
     )
     return _asynchronous(router) if config.router == "async" else router
 

@@ -3,8 +3,8 @@
 Layout: [blocks, layers, 2, kv_heads, block_size, head_dim]; index 0 of the third axis is K, 1 is V. A token's place in
 the pool is block * block_size + offset in the block.
 
-The records of the slots (device/state.py) lie behind the last block in the same allocation, so that a transport, which
-knows one flat piece of memory, moves them like blocks.
+The records of the slots (device/state.py) lie behind the last block in the same allocation, and a staging area for KV
+that is not laid out like ours behind them, so that a transport, which knows one flat piece of memory, moves all alike.
 """
 
 from collections.abc import Iterable, Sequence
@@ -62,17 +62,26 @@ class KvPool:
     """
 
     def __init__(
-        self, geometry: KvGeometry, total_blocks: int, device: torch.device, slots: int = 0, slot_bytes: int = 0
+        self,
+        geometry: KvGeometry,
+        total_blocks: int,
+        device: torch.device,
+        slots: int = 0,
+        slot_bytes: int = 0,
+        staging_bytes: int = 0,
     ) -> None:
         g = geometry
         shape = (total_blocks, g.layers, 2, g.kv_heads, g.block_size, g.head_dim)
         kv_bytes, records = total_blocks * g.block_bytes, slots * slot_bytes
         self._first_slot = aligned(kv_bytes) if records else kv_bytes
+        records_end = self._first_slot + records
+        self.first_staging = aligned(records_end) if staging_bytes else records_end
+        self.staging_bytes = staging_bytes
         # Zeros, not whatever was there: a masked position still meets V in 0 * V, and 0 * NaN is NaN.
-        self._memory = torch.zeros(self._first_slot + records, dtype=torch.uint8, device=device)
+        self._memory = torch.zeros(self.first_staging + staging_bytes, dtype=torch.uint8, device=device)
         self._blocks = self._memory[:kv_bytes].view(total_blocks, g.block_bytes)
         self.tensor = self._memory[:kv_bytes].view(g.dtype).view(shape)
-        self.slot_memory = self._memory[self._first_slot :].view(slots, slot_bytes)
+        self.slot_memory = self._memory[self._first_slot : records_end].view(slots, slot_bytes)
         self.geometry = geometry
         self.total_blocks = total_blocks
         pages_per_layer = 2 * g.kv_heads

@@ -43,6 +43,7 @@ def build_sync_router(
     spill_path: Path | None = None,
     slots: int = 0,
     snapshots: int = 0,
+    staging_bytes: int = 0,
     mirrors: Sequence[Stop] = (),
 ) -> "SyncRouter":
     """Load the model in `folder` and give it a KV pool.
@@ -51,7 +52,8 @@ def build_sync_router(
     total_blocks wins over kv_bytes; with neither, see CPU_KV_BYTES and CUDA_KV_FRACTION.
     max_model_len: positions per sequence; None: as many as the model has.
     spill_bytes, spill_path: see `open_store`. slots, snapshots: see DeviceFacts; a model without recurrent state has
-    no use for snapshots, and one with it none for a device without slots. mirrors: see RouterEffects.
+    no use for snapshots, and one with it none for a device without slots. staging_bytes: see DeviceFacts.
+    mirrors: see RouterEffects.
 
     Raises ModelUnsupported, DeviceSetupError.
     """
@@ -62,9 +64,9 @@ def build_sync_router(
     layout = _slot_layout(model, slots, snapshots)
     geometry = KvGeometry(model.layers, model.kv_heads, model.head_dim, block_size, model.dtype)
     records = (slots + snapshots) * layout.slot_bytes
-    budget = kv_bytes if kv_bytes is not None else _kv_budget(model.device) - records
+    budget = kv_bytes if kv_bytes is not None else _kv_budget(model.device) - records - staging_bytes
     blocks = total_blocks or geometry.blocks_in(budget)
-    pool, state = _allocate(geometry, blocks, model.device, layout, slots, snapshots)
+    pool, state = _allocate(geometry, blocks, model.device, layout, slots, snapshots, staging_bytes)
     facts = _facts(name, attention, model, pool, state, _positions(model, max_model_len))
     store = open_store(spill_bytes, spill_path, facts)
     _log.info("device ready", model=name, device=facts.device, dtype=facts.dtype, blocks=blocks)
@@ -184,10 +186,16 @@ def _slot_layout(model: LoadedModel, slots: int, snapshots: int) -> SlotLayout:
 
 
 def _allocate(
-    geometry: KvGeometry, blocks: int, device: torch.device, layout: SlotLayout, slots: int, snapshots: int
+    geometry: KvGeometry,
+    blocks: int,
+    device: torch.device,
+    layout: SlotLayout,
+    slots: int,
+    snapshots: int,
+    staging_bytes: int,
 ) -> tuple[KvPool, SlotState]:
     try:
-        pool = KvPool(geometry, blocks, device, slots, layout.slot_bytes)
+        pool = KvPool(geometry, blocks, device, slots, layout.slot_bytes, staging_bytes)
         return pool, SlotState(layout, pool.slot_memory, snapshots)
     except RuntimeError as error:
         raise DeviceSetupError(
@@ -225,4 +233,6 @@ def _facts(
         slot_bytes=state.slot_bytes,
         first_slot=pool.slot_offset(0) if state.slots and state.slot_bytes else 0,
         snapshots=state.snapshots,
+        first_staging=pool.first_staging,
+        staging_bytes=pool.staging_bytes,
     )

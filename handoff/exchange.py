@@ -19,6 +19,7 @@ from handoff.checksum import Checksums
 from handoff.compatibility import Compatibility
 from handoff.pool_layout import PoolLayout
 from handoff.receiver import Receiver
+from handoff.relayout.check import check_either_way
 from handoff.sender import Sender
 from handoff.transfer_ends import TransferEnd
 from handoff.transfer_in import BadSegment
@@ -70,7 +71,7 @@ class Exchange:
 
     def connect(self, peer: PeerInfo) -> None:
         """Raises IncompatiblePeer before any byte moves. A peer that came back takes the place of what it was."""
-        self._compatibility.require_equal(peer.compatibility, peer.node)
+        check_either_way(self._compatibility, peer.compatibility, peer.node)
         self._forget(peer.node, f"{peer.node} was connected anew")
         with self._lock:
             self._wiring.peers[peer.node] = peer
@@ -92,6 +93,7 @@ class Exchange:
 
     def close(self) -> None:
         self._transport.close()
+        self._receiver.close()
 
     def offer(
         self,

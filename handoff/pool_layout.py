@@ -1,6 +1,6 @@
-"""Where a node's blocks and slot records lie in the flat memory that its transport registers.
+"""Where a node's blocks, slot records and staging area lie in the flat memory that its transport registers.
 
-[ block 0 | block 1 | ... | padding | slot 0 | slot 1 | ... ]
+[ block 0 | block 1 | ... | padding | slot 0 | slot 1 | ... | padding | staging ]
 """
 
 from dataclasses import dataclass
@@ -11,15 +11,25 @@ from scheduler.contract import DeviceFacts
 
 @dataclass(frozen=True, slots=True)
 class PoolLayout:
-    """In bytes. slot_bytes: what travels of one slot, 0 for a model whose whole state is KV."""
+    """In bytes. blocks_bytes: all blocks. slot_bytes: of one slot, 0 for a model whose whole state is KV."""
 
     block_bytes: int
+    blocks_bytes: int = 0
     first_slot: int = 0
     slot_bytes: int = 0
+    first_staging: int = 0
+    staging_bytes: int = 0
 
     @classmethod
     def of(cls, facts: DeviceFacts) -> "PoolLayout":
-        return cls(facts.block_bytes, facts.first_slot, facts.slot_bytes)
+        return cls(
+            block_bytes=facts.block_bytes,
+            blocks_bytes=facts.block_bytes * facts.total_blocks,
+            first_slot=facts.first_slot,
+            slot_bytes=facts.slot_bytes,
+            first_staging=facts.first_staging,
+            staging_bytes=facts.staging_bytes,
+        )
 
     def slot_piece(self, slot: int) -> Piece:
         return Piece(self.first_slot + slot * self.slot_bytes, self.slot_bytes)

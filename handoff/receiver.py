@@ -1,12 +1,14 @@
 """The destination half of an exchange: what `transfer_in` says, with real messages and pieces."""
 
-from collections.abc import Sequence
 from threading import RLock
 
+from handoff.arrival import Arrival, WrongBytes
+from handoff.compatibility import IncompatiblePeer
 from handoff.pieces import coalesce
+from handoff.staged_receiver import StagedReceiver
 from handoff.transfer_ends import Broken, Ceased, Key, Landed
 from handoff.transfer_in import Incoming
-from handoff.transports.base import Piece, TransferError
+from handoff.transports.base import TransferError
 from handoff.wire import MAX_SEGMENTS, Accept, Cease, Offer, Refuse, Segment, WireError
 from handoff.wiring import Wiring
 from scheduler.decode_scheduler import ReservedKv
@@ -21,6 +23,11 @@ class Receiver:
         self._lock = lock
         self._transfers: dict[Key, Incoming] = {}
         self._next_channel = 0
+        self._staged = StagedReceiver(wiring, lock)
+
+    def close(self) -> None:
+        """After the transport is closed."""
+        self._staged.close()
 
     def expect(self, handoff_id: HandoffId, attempt: int, reserved: ReservedKv) -> None:
         """Let a source fill the reserved blocks."""
@@ -42,37 +49,52 @@ class Receiver:
     def on_offer(self, peer: str, offer: Offer) -> None:
         key = (offer.handoff_id, offer.attempt)
         incoming = self._transfers.get(key)
-        refusal = self._refusal(incoming, offer)
-        if refusal is not None:
-            self._wiring.send(peer, Refuse(offer.handoff_id, offer.attempt, self._wiring.incarnation, refusal))
-            return
-        assert incoming is not None
+        refusal = self._refusal(peer, incoming, offer)
+        if refusal is None:
+            assert incoming is not None
+            refusal = self._accept(peer, incoming, offer)
+            if refusal is None:
+                return
+            incoming.close(refusal)
+            self._end(key, incoming)
+        self._wiring.send(peer, Refuse(offer.handoff_id, offer.attempt, self._wiring.incarnation, refusal[:500]))
+
+    def _accept(self, peer: str, incoming: Incoming, offer: Offer) -> str | None:
+        """Why it can't be, if it can't."""
         channel = self._next_channel
         self._next_channel = (channel + MAX_SEGMENTS) % 2**32
-        incoming.open(peer, offer, channel)
-        expected = incoming.expected
-        accept = Accept(
-            handoff_id=offer.handoff_id,
-            attempt=offer.attempt,
-            incarnation=self._wiring.incarnation,
-            channel=channel,
-            cached_tokens=expected.cached_blocks * self._wiring.compatibility.block_size,
-            blocks=expected.blocks[expected.cached_blocks :],
-        )
+        limit = 0
         try:
-            self._wiring.send(peer, accept)
-        except WireError as error:
-            self._wiring.send(peer, Refuse(offer.handoff_id, offer.attempt, self._wiring.incarnation, str(error)[:500]))
-            incoming.close(str(error))
-            self._end(key, incoming)
+            route = self._wiring.route_from(peer)
+            if route is None:
+                incoming.open(peer, offer, channel)
+            else:
+                limit = self._staged.limit(route)
+                incoming.open_staged(peer, offer, channel, route, limit)
+            expected = incoming.expected
+            self._wiring.send(
+                peer,
+                Accept(
+                    handoff_id=offer.handoff_id,
+                    attempt=offer.attempt,
+                    incarnation=self._wiring.incarnation,
+                    channel=channel,
+                    cached_tokens=expected.cached_blocks * self._wiring.compatibility.block_size,
+                    blocks=expected.blocks[expected.cached_blocks :],
+                    segment_blocks=limit,
+                ),
+            )
+        except (IncompatiblePeer, WireError) as error:
+            return str(error)
+        return None
 
-    def _refusal(self, incoming: Incoming | None, offer: Offer) -> str | None:
+    def _refusal(self, peer: str, incoming: Incoming | None, offer: Offer) -> str | None:
         if incoming is None:
             return "nothing is reserved for this handoff and attempt"
         if incoming.offer is not None:
             return "this handoff and attempt is being received already"
-        if offer.compatibility != self._wiring.compatibility.digest():
-            return "the nodes are not compatible"
+        if offer.compatibility != self._wiring.peers[peer].compatibility.digest():
+            return f"{peer} is not what it was when it was connected"
         expected = incoming.expected
         if (offer.request_id, offer.prompt_tokens) != (expected.request_id, expected.prompt_tokens):
             return f"reserved for {expected.request_id} with {expected.prompt_tokens} prompt tokens"
@@ -86,43 +108,38 @@ class Receiver:
         incoming = self._transfers.get(key)
         if incoming is None or incoming.peer != peer:
             return False
-        into = incoming.take(segment, self._wiring.clock())
+        incoming.take(segment, self._wiring.clock())
         expected, record = incoming.expected, segment.record
         if record is not None and record.adapter != self._wiring.digest_of(expected.adapter):
             incoming.error = _other_adapter(expected.adapter)
-        _, pieces = coalesce(segment.blocks, into, self._wiring.layout.block_bytes)
         slot_pieces = [] if record is None else self._wiring.slot_pieces(expected.slot)
-        pieces += slot_pieces
-        incoming.blocks_moved += len(into)
-        incoming.bytes_moved += sum(piece.length for piece in pieces)
-
-        def done(error: TransferError | None) -> None:
-            self._on_received(key, segment, into, slot_pieces, error)
-
-        if pieces:
-            self._wiring.transport.post_receive(peer, (incoming.channel + segment.number) % 2**32, pieces, done)
+        arrival = Arrival(peer, segment, incoming, slot_pieces, lambda error: self._on_received(key, segment, error))
+        if incoming.route is None:
+            self._receive(arrival)
         else:
-            done(None)
+            self._staged.receive(arrival, incoming.route)
         return True
 
-    def _on_received(
-        self,
-        key: Key,
-        segment: Segment,
-        into: Sequence[int],
-        slot_pieces: Sequence[Piece],
-        error: TransferError | None,
-    ) -> None:
-        failure = None if error is None else str(error)
-        if failure is None and segment.checksum != self._wiring.checksum(into, slot_pieces):
-            failure = f"the bytes of segment {segment.number} are not those that were sent: checksums differ"
+    def _receive(self, arrival: Arrival) -> None:
+        """Straight into the reserved blocks."""
+        segment = arrival.segment
+        first = segment.first_block
+        into = arrival.incoming.expected.blocks[first : first + len(segment.blocks)]
+        _, pieces = coalesce(segment.blocks, into, self._wiring.layout.block_bytes)
+
+        def landed(error: TransferError | None) -> None:
+            arrival.done(error or arrival.verify(self._wiring, self._wiring.layout.block_bytes, into))
+
+        arrival.post(self._wiring, pieces, landed)
+
+    def _on_received(self, key: Key, segment: Segment, error: TransferError | None) -> None:
         with self._lock:
             incoming = self._transfers[key]
-            incoming.landed(segment.number, failure, self._wiring.clock())
-            if error is not None:
+            incoming.landed(segment.number, None if error is None else str(error), self._wiring.clock())
+            if error is not None and not isinstance(error, WrongBytes):
                 incoming.close()  # the lane is gone, and no segment can follow
-            elif failure is not None and not incoming.is_over:
-                self._wiring.send(incoming.peer, Cease(key[0], key[1], self._wiring.incarnation, failure))
+            elif error is not None and not incoming.is_over:
+                self._wiring.send(incoming.peer, Cease(key[0], key[1], self._wiring.incarnation, str(error)))
             self._end(key, incoming)
 
     def _end(self, key: Key, incoming: Incoming) -> None:

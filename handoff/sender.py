@@ -39,13 +39,15 @@ class Sender:
             compatibility=self._wiring.compatibility.digest(),
             prompt_tokens=prompt_tokens,
             adapter=self._wiring.digest_of(adapter),
+            checksums=self._wiring.checksums,
         )
         if key in self._transfers:
             return
         if peer not in self._wiring.peers:
             self._wiring.report(Broken(handoff_id, attempt, f"{peer} is not connected"))
             return
-        self._transfers[key] = Outgoing(peer, prompt_tokens, self._wiring.compatibility.block_size)
+        sizes = self._wiring.compatibility.block_size, self._wiring.peers[peer].compatibility.block_size
+        self._transfers[key] = Outgoing(peer, prompt_tokens, *sizes)
         self._wiring.send(peer, message)
 
     def advance(self, handoff_id: HandoffId, attempt: int, progress: Progress) -> None:
@@ -75,11 +77,13 @@ class Sender:
 
     def _pump(self, key: Key, out: Outgoing) -> None:
         """Send what may be sent."""
-        cut = out.next()
-        if cut is None:
-            self._end(key, out)
-            return
-        pieces, _ = coalesce(cut.blocks, cut.into, self._wiring.layout.block_bytes)
+        while (cut := out.next()) is not None:
+            self._send_segment(key, out, cut)
+        self._end(key, out)
+
+    def _send_segment(self, key: Key, out: Outgoing, cut: Cut) -> None:
+        into = range(len(cut.blocks)) if cut.into is None else cut.into
+        pieces, _ = coalesce(cut.blocks, into, self._wiring.layout.block_bytes)
         slot_pieces = self._wiring.slot_pieces(cut.slot) if cut.record is not None else []
         segment = Segment(
             handoff_id=key[0],
@@ -88,7 +92,7 @@ class Sender:
             number=cut.number,
             first_block=cut.first,
             blocks=cut.blocks,
-            checksum=self._wiring.checksum(cut.blocks, slot_pieces),
+            checksum=self._wiring.checksum(self._wiring.checksums, cut.blocks, slot_pieces),
             record=cut.record,
         )
         try:

@@ -7,6 +7,8 @@ Receives are posted only for segments that are on their way, so that the bytes t
 that wants no more says so and takes what is under way: its memory is quiet when the source has answered.
 """
 
+from handoff.relayout.routes import Route
+from handoff.transfer_out import first_missing
 from handoff.wire import Offer, Record, Segment
 from scheduler.decode_scheduler import ReservedKv
 
@@ -16,7 +18,7 @@ class BadSegment(ValueError):
 
 
 class Incoming:
-    """Pure. blocks_moved, bytes_moved: of all segments so far.
+    """Pure. route: None if the source's blocks are like ours. blocks_moved, bytes_moved: of all segments so far.
 
     receiving_s: seconds during which anything was under way. exposed_s: from the last segment's message to the end.
     """
@@ -25,13 +27,16 @@ class Incoming:
         self.expected = expected
         self.offer: Offer | None = None
         self.peer = ""
+        self.route: Route | None = None
         self.channel = 0
         self.record: Record | None = None
         self.is_withdrawn = False
         self.error: str | None = None
         self.blocks_moved = self.bytes_moved = 0
         self.receiving_s = self.exposed_s = 0.0
-        self._covered = expected.cached_blocks
+        self._blocks = len(expected.blocks)
+        self._first = self._covered = expected.cached_blocks
+        self._segment_blocks = self._blocks
         self._next = 0
         self._pending: set[int] = set()
         self._closed = False
@@ -48,26 +53,35 @@ class Incoming:
         return len(self._pending)
 
     def open(self, peer: str, offer: Offer, channel: int) -> None:
+        """From a source whose blocks are like ours."""
         self.peer, self.offer, self.channel = peer, offer, channel
 
-    def take(self, segment: Segment, now: float) -> tuple[int, ...]:
-        """A segment is on its way; returns the blocks that it is to land in. Raises BadSegment."""
-        blocks, first = self.expected.blocks, segment.first_block
+    def open_staged(self, peer: str, offer: Offer, channel: int, route: Route, segment_blocks: int) -> None:
+        """From one whose blocks are not: segments count its blocks, and have at most `segment_blocks`."""
+        self.open(peer, offer, channel)
+        self.route, self._segment_blocks = route, segment_blocks
+        size = route.source.block_size
+        self._blocks = -(-offer.prompt_tokens // size)
+        cached = self.expected.cached_blocks * route.destination.block_size
+        self._first = self._covered = first_missing(cached, offer.prompt_tokens, size)
+
+    def take(self, segment: Segment, now: float) -> None:
+        """A segment is on its way. Raises BadSegment."""
+        first, blocks = segment.first_block, self._blocks
         end = first + len(segment.blocks)
         if self._closed or segment.number != self._next:
             raise BadSegment(f"segment {segment.number} comes after {self._next - 1}")
-        if not self.expected.cached_blocks <= first <= self._covered or end > len(blocks):
-            raise BadSegment(f"blocks {first} to {end - 1} of {len(blocks)}, after {self._covered}")
+        if not self._first <= first <= self._covered or end > blocks or end - first > self._segment_blocks:
+            raise BadSegment(f"blocks {first} to {end - 1} of {blocks}, after {self._covered}")
         if segment.record is not None:
-            if end != len(blocks):
-                raise BadSegment(f"the record comes with block {end - 1} of {len(blocks)}")
+            if end != blocks:
+                raise BadSegment(f"the record comes with block {end - 1} of {blocks}")
             self._last_came, self._closed, self.record = now, True, segment.record
         self._covered = max(self._covered, end)
         self._next += 1
         if not self._pending:
             self._busy_since = now
         self._pending.add(segment.number)
-        return blocks[first:end]
 
     def landed(self, number: int, error: str | None, now: float) -> None:
         """A segment has ended."""

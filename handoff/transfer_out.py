@@ -31,25 +31,39 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What one segment carries. first: the number of its first block in the sequence. into: destination blocks."""
+    """What one segment carries. first: the number of its first block in the sequence.
+
+    into: the destination's blocks; None if they are not like the source's, which travel as they are then.
+    """
 
     number: int
     first: int
     blocks: tuple[int, ...]
-    into: tuple[int, ...]
+    into: tuple[int, ...] | None
     channel: int
     record: Record | None
     slot: int
 
 
-class Outgoing:
-    """Pure. prompt_tokens: positions to send. block_size: tokens in a block of the source."""
+def first_missing(cached_tokens: int, prompt_tokens: int, block_size: int) -> int:
+    """The first block with a token that the destination lacks; how many there are if it lacks none."""
+    return cached_tokens // block_size if cached_tokens < prompt_tokens else -(-prompt_tokens // block_size)
 
-    def __init__(self, peer: str, prompt_tokens: int, block_size: int) -> None:
+
+SEGMENTS_IN_FLIGHT = 4
+"""Of one transfer to a destination that takes small segments only."""
+
+
+class Outgoing:
+    """Pure. prompt_tokens: positions to send. block_size, into_block_size: tokens in a block of source, destination."""
+
+    def __init__(self, peer: str, prompt_tokens: int, block_size: int, into_block_size: int) -> None:
         self.peer = peer
         self.error: str | None = None
         self.ceased = False
         self._block_size = block_size
+        self._into_block_size = into_block_size
+        self._prompt_tokens = prompt_tokens
         self._blocks = -(-prompt_tokens // block_size)
         self._accept: Accept | None = None
         self._progress: Progress | None = None
@@ -77,11 +91,11 @@ class Outgoing:
 
     def accept(self, accept: Accept) -> None:
         """Raises ValueError when the accepted blocks don't fit."""
-        skipped, rest = divmod(accept.cached_tokens, self._block_size)
-        if rest or len(accept.blocks) != self._blocks - skipped:
-            raise ValueError(f"accepted: {len(accept.blocks)} blocks after {accept.cached_tokens} tokens")
+        cached, size = accept.cached_tokens, self._into_block_size
+        if cached % size or cached // size + len(accept.blocks) != -(-self._prompt_tokens // size):
+            raise ValueError(f"accepted: {len(accept.blocks)} blocks of {size} tokens after {cached} tokens")
         self._accept = accept
-        self._skipped = self._covered = self._safe = skipped
+        self._skipped = self._covered = self._safe = first_missing(cached, self._prompt_tokens, self._block_size)
 
     def advance(self, progress: Progress) -> None:
         if progress.final > min(self._blocks, len(progress.blocks)):
@@ -107,15 +121,20 @@ class Outgoing:
                 return None
             self._covered, self._rewinds = self._safe, False
         first, end = self._covered, progress.final
-        is_last = progress.record is not None
+        if accept.segment_blocks:
+            if len(self._in_flight) >= SEGMENTS_IN_FLIGHT:
+                return None
+            end = min(end, first + accept.segment_blocks)
+        is_last = progress.record is not None and end == progress.final
         if not is_last and (end <= first or self._next >= MAX_SEGMENTS - 1):
             return None
-        into = accept.blocks[first - self._skipped : end - self._skipped]
+        into = None if accept.segment_blocks else accept.blocks[first - self._skipped : end - self._skipped]
         number = self._next
         self._next, self._covered, self._closed = number + 1, end, is_last
         self._in_flight[number] = first
         channel = (accept.channel + number) % 2**32
-        return Cut(number, first, progress.blocks[first:end], into, channel, progress.record, progress.slot)
+        record = progress.record if is_last else None
+        return Cut(number, first, progress.blocks[first:end], into, channel, record, progress.slot)
 
     def sent(self, number: int, error: str | None) -> None:
         """A segment has ended."""

@@ -16,9 +16,11 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from handoff.checksum import Checksums
+
 PROTOCOL_VERSION = 3
 MAX_FRAME_BYTES = 1 << 20
-MAX_SEGMENTS = 4096
+MAX_SEGMENTS = 1 << 16
 """Of one transfer. A source that is about to run out of them waits for the end of its prefill with the last one."""
 
 _MAGIC = b"PRLY"
@@ -39,7 +41,8 @@ class WireError(ValueError):
 class Offer(msgspec.Struct, frozen=True, tag="offer", forbid_unknown_fields=True):
     """The source will send the KV of `prompt_tokens` positions.
 
-    adapter: digest of the request's LoRA adapter at the source, empty for the base model.
+    adapter: digest of the request's LoRA adapter at the source, empty for the base model. checksums: how those of the
+    segments are made.
     """
 
     handoff_id: _Id
@@ -49,12 +52,14 @@ class Offer(msgspec.Struct, frozen=True, tag="offer", forbid_unknown_fields=True
     compatibility: _Id
     prompt_tokens: _Count
     adapter: _Digest = ""
+    checksums: Checksums = "sampled"
 
 
 class Accept(msgspec.Struct, frozen=True, tag="accept", forbid_unknown_fields=True):
     """The destination has its first `cached_tokens` positions; the others are to land in `blocks`.
 
-    channel: of the first segment; each takes the next one.
+    channel: of the first segment; each takes the next one. segment_blocks: how many blocks of the source a segment may
+    have at most, 0 for any number.
     """
 
     handoff_id: _Id
@@ -63,6 +68,7 @@ class Accept(msgspec.Struct, frozen=True, tag="accept", forbid_unknown_fields=Tr
     channel: _Channel
     cached_tokens: _Count
     blocks: _Blocks
+    segment_blocks: _Count = 0
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -7,6 +7,8 @@ from typing import Any
 from handoff.checksum import Checksums, ContentHash
 from handoff.compatibility import Compatibility
 from handoff.pool_layout import PoolLayout
+from handoff.relayout.path import staged_route
+from handoff.relayout.routes import Route
 from handoff.transfer_ends import TransferEnd
 from handoff.transports.base import Piece, Transport
 from handoff.wire import Message, encode
@@ -45,10 +47,19 @@ class Wiring:
         self.report = report
         self.clock = clock
         self._adapter_digest = adapter_digest
-        self._checksums = checksums
+        self.checksums = checksums
 
     def start(self, pool: Any) -> None:
-        self._content = ContentHash(pool, self.layout.block_bytes, self._checksums)
+        self.pool = pool
+        self.content = ContentHash(pool)
+
+    def route_to(self, peer: str) -> Route | None:
+        """None if blocks go there as they are. Raises IncompatiblePeer."""
+        return staged_route(self.compatibility, self.peers[peer].compatibility, peer)
+
+    def route_from(self, peer: str) -> Route | None:
+        """None if blocks come from there as they are. Raises IncompatiblePeer."""
+        return staged_route(self.peers[peer].compatibility, self.compatibility, peer)
 
     def send(self, peer: str, message: Message) -> None:
         """Raises WireError when the message is too long for a frame."""
@@ -61,8 +72,13 @@ class Wiring:
         """The record behind the blocks: the state is final only when all KV is."""
         return [self.layout.slot_piece(slot)] if self.layout.slot_bytes else []
 
-    def checksum(self, blocks: Sequence[int], slot_pieces: Sequence[Piece]) -> int:
-        return self._content.of(blocks, [(piece.offset, piece.length) for piece in slot_pieces])
+    def checksum(self, mode: Checksums, blocks: Sequence[int], slot_pieces: Sequence[Piece]) -> int:
+        """Of our own blocks."""
+        return self.content.of(mode, self.layout.block_bytes, blocks, stretches(slot_pieces))
 
     def lane(self, peer: str) -> str:
         return next((link.lane for link in self.transport.links() if link.peer == peer), "unknown")
+
+
+def stretches(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
+    return [(piece.offset, piece.length) for piece in pieces]

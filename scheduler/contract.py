@@ -107,7 +107,8 @@ class DeviceFacts:
 
     slots: sequences that may own slot-addressed state at a time. slot_bytes: what one slot's state takes when it is
     handed over, 0 for a model whose whole state is KV; first_slot: where slot 0's begins in the pool's bytes.
-    snapshots: places for copies of it, for the prefix cache.
+    snapshots: places for copies of it, for the prefix cache. first_staging, staging_bytes: where in the pool's bytes KV
+    from nodes with other blocks is put down before it is re-laid out.
     """
 
     model: str
@@ -127,6 +128,8 @@ class DeviceFacts:
     slot_bytes: int = 0
     first_slot: int = 0
     snapshots: int = 0
+    first_staging: int = 0
+    staging_bytes: int = 0
 
 
 class Fault(Enum):

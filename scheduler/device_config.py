@@ -11,6 +11,7 @@ class DeviceConfig:
     max_model_len: positions, None for what the model and the pool allow.
     spill_bytes: room for the KV of preempted sequences, 0 for none. spill_path: a folder, None for host memory.
     slots, snapshots: see DeviceFacts; a model with recurrent state needs a slot for each sequence that runs or lands.
+    staging_bytes: see DeviceFacts; 0 for a node that takes KV only from nodes like itself.
     router: "async" launches a step before the last one is read, "sync" does not.
     """
 
@@ -27,4 +28,5 @@ class DeviceConfig:
     spill_path: str | None = None
     slots: int = 0
     snapshots: int = 0
+    staging_bytes: int = 0
     router: str = "async"

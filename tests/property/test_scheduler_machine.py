@@ -85,7 +85,7 @@ class PrefillMachine(SchedulerMachine):
     @invariant()
     def what_is_read_is_right(self) -> None:
         """As long as the transport may read, held or draining."""
-        values = self.device.pool.view("int64").reshape(-1, BLOCK_SIZE)
+        values = self.device.values
         for blocks, prompt in self.reading.values():
             assert tuple(values[list(blocks)].reshape(-1)[: len(prompt)]) == kv_values(prompt)
 
@@ -176,7 +176,7 @@ class DecodeMachine(SchedulerMachine):
 
     @property
     def values(self) -> Any:
-        return self.device.pool.view("int64").reshape(-1, BLOCK_SIZE)
+        return self.device.values
 
     # Transfers
 

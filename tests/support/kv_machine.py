@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from gate import Gate
 from slot_oracle import RECORD_BYTES, Record, SlotOracle
+from split_values import SplitValues, Values
 
 from scheduler.contract import Decode, DecodeFed, DeviceError, DeviceFacts, Draw, Fault, Row, StepPlan, StepResult
 from scheduler.effects import (
@@ -38,7 +39,6 @@ from scheduler.effects import (
 from scheduler.ids import BlockId, RequestId
 
 Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
-Values: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 VALUE_BYTES = 8
 _MASK = (1 << 63) - 1
@@ -69,7 +69,9 @@ class _InFlight:
 
 
 class KvMachine:
-    """A `DeviceIo` over `pool`: uint8 [total_blocks * block_size * 8], which a transport may read and write.
+    """A `DeviceIo` over `pool`: uint8 [total_blocks * block_size * 8 + staging_bytes], which a transport may read and
+    write. Its blocks are laid out like those of an fp32 model with one layer and one head of one dimension; values: what
+    they hold.
 
     slots, snapshots, recurrent: see SlotOracle.
     depth: how many steps may be in flight. newest_first: of two steps the later one completes first.
@@ -98,8 +100,11 @@ class KvMachine:
         fail_awaits: Collection[int] = (),
         fail_effects: Collection[int] = (),
         spill_blocks: int | None = None,
+        staging_bytes: int = 0,
     ) -> None:
-        self.pool: Bytes = np.full(total_blocks * block_size * VALUE_BYTES, 0xA5, np.uint8)
+        kv_bytes = total_blocks * block_size * VALUE_BYTES
+        self.pool: Bytes = np.full(kv_bytes + staging_bytes, 0xA5, np.uint8)
+        self.values = SplitValues(self.pool[:kv_bytes], block_size)
         self.gate = Gate()
         self.fail_at = set(fail_at)
         self.fail_awaits = set(fail_awaits)
@@ -111,13 +116,12 @@ class KvMachine:
         self.effects: list[Effect] = []
         self.steps = 0
         self.computed: dict[str, int] = {}
-        self._values = self.pool.view(np.int64).reshape(total_blocks, block_size)
         self._facts = DeviceFacts(
             model="kv-machine",
             model_digest=model_digest,
             device="none",
             attention="none",
-            dtype="int64",
+            dtype="fp32",
             layers=1,
             kv_heads=1,
             head_dim=1,
@@ -129,6 +133,8 @@ class KvMachine:
             slots=slots,
             slot_bytes=RECORD_BYTES if recurrent else 0,
             snapshots=snapshots,
+            first_staging=kv_bytes,
+            staging_bytes=staging_bytes,
         )
         self._depth = depth
         self._newest_first = newest_first
@@ -288,15 +294,15 @@ class KvMachine:
         match effect:
             case CopyBlocks(pairs):
                 for source, target in pairs:
-                    self._values[target] = self._values[source]
+                    self.values[target] = self.values[source]
             case SaveSequenceState(request_id, blocks, tokens, slot):
                 if self.spill_blocks is not None and self.saved_blocks + len(blocks) > self.spill_blocks:
                     return Exhausted()
                 self._saved_records[request_id] = self.slots.saved(slot, tokens)
-                self.saved[request_id] = tokens, self._values[list(blocks)]
+                self.saved[request_id] = tokens, self.values[list(blocks)]
                 return Saved(len(blocks) * self._facts.block_bytes)
             case RestoreSequenceState(request_id, blocks, _, slot):
-                self._values[list(blocks)] = self.saved.pop(request_id)[1]
+                self.values[list(blocks)] = self.saved.pop(request_id)[1]
                 self.slots.restored(slot, self._saved_records[request_id])
             case DropSequenceState(request_id):
                 self.saved.pop(request_id, None)
@@ -323,21 +329,21 @@ class KvMachine:
         elif self.slots.recurrent:
             previous = self.slots.value(row)
         else:
-            previous = int(self._values[self._slot(row, row.start - 1)])
+            previous = int(self.values[self._slot(row, row.start - 1)])
         for position, token in enumerate(row.tokens, row.start):
             previous = mix(previous, token, position)
-            self._values[self._slot(row, position)] = previous
+            self.values[self._slot(row, position)] = previous
         self.slots.computed(row, previous)
         self.computed[row.request_id] = self.computed.get(row.request_id, 0) + row.count
         if row.draw is None:
             return None
-        read = self._values[list(row.blocks)].reshape(-1)[: row.end]
+        read = self.values[list(row.blocks)].reshape(-1)[: row.end]
         return draw(read, row.draw, self._facts.vocab_size)
 
     def _spoil(self, rows: Sequence[Row]) -> None:
         for row in rows:
             for position in range(row.start, row.end):
-                self._values[self._slot(row, position)] = -1
+                self.values[self._slot(row, position)] = -1
 
 
 def _copy(row: Row, known: list[int] | None = None, start: int | None = None, draw: Draw | None = None) -> Row:

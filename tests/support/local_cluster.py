@@ -40,6 +40,8 @@ from scheduler.slots import SlotLimits
 T = TypeVar("T")
 
 BLOCK_SIZE = 4
+STAGING_BYTES = 512
+"""Of a decode node: half of it takes 8 blocks of a prefill node."""
 TOKEN_TIMEOUT_S = 20.0
 RECLAIM_S = 1.0
 """How long blocks may take to come back after a cancel."""
@@ -59,6 +61,7 @@ class Answer:
 class ClusterShape:
     """policy: of both pools. spill_blocks: room for spilled KV on each node. depth: steps in flight on each node.
 
+    decode_block_size: where it is not that of the prefill nodes.
     make_device: a node's device for its number of blocks, and its pool's bytes, instead of a KvMachine; spill_blocks
     and depth are its own business then. make_transport: instead of the memory transport.
     jitter_seed: delays answers and reports at random, and delivers some reports twice; each node's stay in order.
@@ -76,6 +79,7 @@ class ClusterShape:
     max_reservations: int = 32
     lease_s: float = 60.0
     max_model_len: int = 1024
+    decode_block_size: int = BLOCK_SIZE
     depth: int = 2
     make_device: Callable[[int], tuple[DeviceIo, object]] | None = None
     make_transport: Callable[[], Transport] | None = None
@@ -198,14 +202,16 @@ class LocalCluster:
         if self.shape.make_device is not None:
             device, self._pools[name] = self.shape.make_device(blocks)
         else:
-            device = self.devices[name] = self._oracle(blocks)
+            device = self.devices[name] = self._oracle(name, blocks)
             self._pools[name] = device.pool
         self.ports.nodes[name] = make(name, device)
 
-    def _oracle(self, blocks: int) -> KvMachine:
+    def _oracle(self, name: NodeId, blocks: int) -> KvMachine:
+        decodes = name.startswith("decode")
         return KvMachine(
             blocks,
-            BLOCK_SIZE,
+            self.shape.decode_block_size if decodes else BLOCK_SIZE,
+            staging_bytes=STAGING_BYTES if decodes else 0,
             max_model_len=self.shape.max_model_len,
             spill_blocks=self.shape.spill_blocks,
             depth=self.shape.depth,

@@ -221,12 +221,12 @@ def test_an_offer_of_incompatible_kv_is_refused(pair: Pair) -> None:
     other = replace(COMPATIBILITY, dtype="float32").digest()
     pair.destination.transport.on_message(P, encode(Offer("h", 1, 1, "r", other, 10)))
     ((_, frame),) = pair.destination.transport.frames
-    assert decode(frame) == Refuse("h", 1, 1, "the nodes are not compatible")
+    assert decode(frame) == Refuse("h", 1, 1, "prefill-0 is not what it was when it was connected")
 
 
 def test_an_incompatible_peer_is_refused_before_it_is_connected(pair: Pair) -> None:
     info = PeerInfo(NodeId("other"), 1, b"", replace(COMPATIBILITY, layers=9))
-    with pytest.raises(IncompatiblePeer, match="layers is 1 here and 9 there"):
+    with pytest.raises(IncompatiblePeer, match="layers is 1 at the source and 9 at the destination"):
         pair.source.exchange.connect(info)
     assert pair.source.transport.connected == [D]
 

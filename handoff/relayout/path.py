@@ -1,0 +1,17 @@
+"""How KV gets from one node's pool into another's."""
+
+from handoff.compatibility import Compatibility
+from handoff.relayout.check import check
+from handoff.relayout.routes import Route, routes
+from handoff.relayout.shape import KvShape
+
+
+def staged_route(source: Compatibility, destination: Compatibility, peer: str) -> Route | None:
+    """The route of a pair of one-rank nodes; None if blocks go straight from pool to pool. peer: see `check`.
+
+    Raises IncompatiblePeer.
+    """
+    check(source, destination, peer)
+    if not source.differing(destination):
+        return None
+    return routes(KvShape.of(source), KvShape.of(destination))[0, 0]
