@@ -144,6 +144,36 @@ async def test_answers_are_those_of_transformers_over_ucx(model: str, folder_of:
     assert len(transports) == 2
 
 
+@pytest.mark.parametrize("model", ["bamba", "qwen3-next"])
+@pytest.mark.parametrize("block_size", [2, 16])
+async def test_blocks_of_other_sizes_are_re_laid_out_over_ucx(
+    model: str, block_size: int, folder_of: Callable[[str], Path]
+) -> None:
+    """Twice: the second time through the prefix caches, whose blocks end in different places."""
+    folder = folder_of(model)
+    prompts = [prompt_of(length, length) for length in LENGTHS]
+    decode_blocks = 61
+
+    def make(blocks: int) -> tuple[DeviceIo, object]:
+        other = {"block_size": block_size, "staging_bytes": 1 << 15} if blocks == decode_blocks else {}
+        router = build_hybrid(folder, total_blocks=blocks, **other)
+        return AsyncRouter(router), router.pool.bytes_view()
+
+    shape = ClusterShape(
+        make_device=make,
+        prefill_blocks=60,
+        decode_blocks=decode_blocks,
+        limits=LIMITS,
+        max_reservations=3,
+        make_transport=UcxTransport,
+    )
+    async with LocalCluster(shape) as cluster:
+        for turn in range(2):
+            served = await serve_all(cluster, f"turn{turn}-", prompts, 8)
+            require_right(folder, served, prompts, 8)
+        await require_no_slot_owned(cluster)
+
+
 async def test_the_state_moves_even_where_all_blocks_are_there(folder: Path, router: str, order: Order) -> None:
     """A prompt of full blocks again: no KV is missing at the destination, and the recurrent state still has to come."""
     prompt = prompt_of(1, 16)

@@ -84,9 +84,7 @@ class Run:
         receive = receives[send[1]]
         out.sends.remove(send)
         into.receives.remove(receive)
-        for source, target in zip(send[2], receive[2], strict=True):
-            moved = out.pool[source.offset : source.offset + source.length]
-            into.pool[target.offset : target.offset + target.length] = moved
+        self.pair._copy(send[2], receive[2])
         for done in self.random.sample([send[3], receive[3]], 2):
             done(None)
 

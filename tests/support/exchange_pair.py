@@ -72,12 +72,18 @@ class ManualTransport:
 class Side:
     """One node's exchange, its transport and what it reported."""
 
-    def __init__(self, node: NodeId, incarnation: int = 1) -> None:
+    def __init__(
+        self,
+        node: NodeId,
+        incarnation: int = 1,
+        compatibility: Compatibility = COMPATIBILITY,
+        layout: PoolLayout = LAYOUT,
+    ) -> None:
         self.transport = ManualTransport()
         self.ends: list[TransferEnd] = []
         self.now = 10.0
         self.exchange = Exchange(
-            node, incarnation, self.transport, COMPATIBILITY, LAYOUT, self.ends.append, lambda: self.now
+            node, incarnation, self.transport, compatibility, layout, self.ends.append, lambda: self.now
         )
         self.exchange.start(np.zeros(64 * BLOCK_BYTES, np.uint8))
 
@@ -88,8 +94,8 @@ class Side:
 
 
 class Pair:
-    def __init__(self) -> None:
-        self.source, self.destination = Side(P), Side(D)
+    def __init__(self, destination: Side | None = None) -> None:
+        self.source, self.destination = Side(P), destination or Side(D)
         self.source.exchange.connect(self.destination.exchange.info)
         self.destination.exchange.connect(self.source.exchange.info)
 
@@ -105,18 +111,22 @@ class Pair:
         return delivered
 
     def move(self, error: TransferError | None = None) -> None:
-        """End the posted sends and receives, with their bytes moved unless they fail."""
-        into, out = self.destination.transport, self.source.transport
-        arriving = {operation[1]: operation for operation in into.receives}
-        for _, channel, pieces, _ in out.sends if error is None else []:
-            for source, target in zip(pieces, arriving[channel][2], strict=True):
-                moved = out.pool[source.offset : source.offset + source.length]
-                into.pool[target.offset : target.offset + target.length] = moved
-        ended = [*into.receives, *into.sends, *out.receives, *out.sends]
-        for posted in (into.receives, into.sends, out.receives, out.sends):
-            posted.clear()  # what follows from the ends is posted anew
-        for operation in ended:
-            operation[3](error)
+        """End what both sides have posted, with the bytes moved unless it fails."""
+        out, into = self.source.transport, self.destination.transport
+        receives = {operation[1]: operation for operation in into.receives}
+        for send in [operation for operation in out.sends if operation[1] in receives]:
+            receive = receives[send[1]]
+            # What follows from the ends is posted anew.
+            out.sends.remove(send)
+            into.receives.remove(receive)
+            self._copy(send[2] if error is None else [], receive[2])
+            receive[3](error)
+            send[3](error)
+
+    def _copy(self, sent: list[Piece], received: list[Piece]) -> None:
+        for source, target in zip(sent, received, strict=bool(sent)):
+            moved = self.source.transport.pool[source.offset : source.offset + source.length]
+            self.destination.transport.pool[target.offset : target.offset + target.length] = moved
 
     @property
     def ends(self) -> tuple[list[TransferEnd], list[TransferEnd]]:

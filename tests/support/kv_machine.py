@@ -70,8 +70,8 @@ class _InFlight:
 
 class KvMachine:
     """A `DeviceIo` over `pool`: uint8 [total_blocks * block_size * 8 + staging_bytes], which a transport may read and
-    write. Its blocks are laid out like those of an fp32 model with one layer and one head of one dimension; values: what
-    they hold.
+    write. Its blocks are laid out like those of an fp32 model with one layer and one head of one dimension.
+    values: what they hold.
 
     slots, snapshots, recurrent: see SlotOracle.
     depth: how many steps may be in flight. newest_first: of two steps the later one completes first.

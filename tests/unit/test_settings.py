@@ -8,7 +8,6 @@ import pytest
 from cluster.launch import _node_config
 from cluster.settings import PoolSettings, Settings, SettingsError, configs_folder, load_settings
 from device.models import ModelFolder
-from scheduler.ids import NodeId
 from scheduler.policies import QUEUE_POLICIES, VICTIM_POLICIES, Preemption, SchedulingPolicy
 
 
