@@ -81,7 +81,7 @@ def launch(settings: Settings, model: ModelFolder, progress: Progress) -> Cluste
     """Start an embedded cluster. Raises LaunchFailed; whatever happens on the way, nothing stays behind."""
     progress("Starting Ray.")
     try:
-        _start_ray(settings)
+        start_ray(settings)
         return _launch_actors(settings, model, progress)
     except BaseException as error:
         ray.shutdown()
@@ -92,7 +92,7 @@ def launch(settings: Settings, model: ModelFolder, progress: Progress) -> Cluste
         raise
 
 
-def _start_ray(settings: Settings) -> None:
+def start_ray(settings: Settings) -> None:
     """An embedded Ray that listens on loopback only and sends no usage report."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -139,22 +139,9 @@ def _embedded_ray() -> Iterator[None]:
 def _launch_actors(settings: Settings, model: ModelFolder, progress: Progress) -> Cluster:
     limits = settings.limits
     api = _actor(ApiActor).remote(limits)
-    coordinator = _actor(CoordinatorActor, max_concurrency=coordinator_calls(limits.max_requests)).remote(
-        settings.order,
-        DriverLimits(action_s=limits.action_s, handoff_s=limits.handoff_s),
-        limits.lease_s,
-        limits.health_interval_s,
-        limits.health_timeout_s,
-    )
-    prefill = _node_actors(PrefillActor, "prefill", settings, settings.prefill, model)
-    decode = _node_actors(DecodeActor, "decode", settings, settings.decode, model)
-    progress(f"Loading {model.name} on {len(prefill)} prefill and {len(decode)} decode node(s).")
-    nodes = {**prefill, **decode}
-    infos: list[PeerInfo] = ray.get(
-        [node.start.remote(api, coordinator) for node in nodes.values()], timeout=limits.start_s
-    )
-    _connect_pairs(prefill, decode, {info.node: info for info in infos}, limits.start_s)
-    ray.get(coordinator.start.remote(api, prefill, decode), timeout=limits.start_s)
+    coordinator = launch_coordinator(settings)
+    progress(f"Loading {model.name} on {settings.prefill.nodes} prefill and {settings.decode.nodes} decode node(s).")
+    nodes = launch_nodes(settings, model, api, coordinator)
     url: str = ray.get(
         api.start.remote(
             coordinator,
@@ -167,6 +154,29 @@ def _launch_actors(settings: Settings, model: ModelFolder, progress: Progress) -
         timeout=limits.start_s,
     )
     return Cluster(url, model.name, api, nodes)
+
+
+def launch_coordinator(settings: Settings) -> Any:
+    """The coordinator's actor, idle until `launch_nodes`."""
+    limits = settings.limits
+    return _actor(CoordinatorActor, max_concurrency=coordinator_calls(limits.max_requests)).remote(
+        settings.order,
+        DriverLimits(action_s=limits.action_s, handoff_s=limits.handoff_s),
+        limits.lease_s,
+        limits.health_interval_s,
+        limits.health_timeout_s,
+    )
+
+
+def launch_nodes(settings: Settings, model: ModelFolder, api: Any, coordinator: Any) -> dict[NodeId, Any]:
+    """Start and connect the nodes of both pools under a coordinator; prefill nodes first. api: see NodeActor.start."""
+    prefill = _node_actors(PrefillActor, "prefill", settings, settings.prefill, model)
+    decode = _node_actors(DecodeActor, "decode", settings, settings.decode, model)
+    nodes, timeout_s = {**prefill, **decode}, settings.limits.start_s
+    infos: list[PeerInfo] = ray.get([node.start.remote(api, coordinator) for node in nodes.values()], timeout=timeout_s)
+    _connect_pairs(prefill, decode, {info.node: info for info in infos}, timeout_s)
+    ray.get(coordinator.start.remote(api, prefill, decode), timeout=timeout_s)
+    return nodes
 
 
 def coordinator_calls(max_requests: int) -> int:

@@ -26,8 +26,10 @@ class Arrival:
     def post(self, wiring: Wiring, pieces: Sequence[Piece], landed: Done) -> None:
         """Receive `pieces` and what comes behind them; called with the lock held."""
         pieces = [*pieces, *self.slot_pieces]
+        size = sum(piece.length for piece in pieces)
         self.incoming.blocks_moved += len(self.segment.blocks)
-        self.incoming.bytes_moved += sum(piece.length for piece in pieces)
+        self.incoming.bytes_moved += size
+        self.incoming.exposed_bytes = size
         if pieces:
             channel = (self.incoming.channel + self.segment.number) % 2**32
             wiring.transport.post_receive(self.peer, channel, pieces, landed)

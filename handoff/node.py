@@ -18,6 +18,7 @@ from handoff.leases import HandoffKey
 from handoff.node_status import node_status
 from handoff.report import NodeReport
 from handoff.step_loop import LoopStopped, StepLoop
+from handoff.timeline import Timeline
 from handoff.transfer_ends import Broken, Landed, TransferEnd
 from handoff.wiring import PeerInfo
 from scheduler.adapters import AdapterFacts, LoraCommand
@@ -62,7 +63,9 @@ class Node(ABC, Generic[S]):
             lambda end: self._on_transfer_end(end), lambda name: self._adapters.digests.get(name, "")
         )
         self._adapters = AdapterDesk(scheduler, device)
-        self._loop = StepLoop(scheduler, device, self._on_boundary, clock, node)
+        self._loop = StepLoop(scheduler, device, self._on_boundary, clock, node, self._on_launch)
+        self._clock = clock
+        self._timeline = Timeline()
         self._loop.ended.add_done_callback(lambda _: self._adapters.close(LoopStopped("the step loop has ended")))
         self._events: list[LifecycleEvent] = []
         self._transfers: list[Landed | Broken] = []
@@ -107,6 +110,10 @@ class Node(ABC, Generic[S]):
         """What happened to a request here, oldest first; empty if it is not known. Times are of this node's clock."""
         return self._loop.call(lambda: self._scheduler.story(request_id))
 
+    def timelines(self) -> list[dict[str, Any]]:
+        """When each step of the last handoffs happened here, see Timeline."""
+        return self._timeline.all()
+
     @property
     def ended(self) -> "Future[None]":
         """Done when the step loop is over."""
@@ -132,6 +139,9 @@ class Node(ABC, Generic[S]):
 
     def _on_retired(self, request_id: RequestId) -> None:
         """Nothing of this request is owned here any more."""
+
+    def _on_launch(self, request_ids: Sequence[RequestId]) -> None:
+        """A step with these requests was launched."""
 
     def _apply(self, command: Command) -> CommandEffects:
         """On the loop's thread."""
@@ -168,6 +178,8 @@ class Node(ABC, Generic[S]):
         self._adapters.serve()
 
     def _on_transfer_end(self, end: TransferEnd) -> None:
+        """On the transport's thread."""
+        self._timeline.mark((end.handoff_id, end.attempt), "ended", self._clock())
         self._loop.call(lambda: self._end_transfer(end))
 
     def _end_transfer(self, end: TransferEnd) -> None:

@@ -101,6 +101,10 @@ class NodeActor(ABC, Generic[N]):
         epoch = time.time() - time.monotonic()
         return [{**asdict(line), "at": epoch + line.at} for line in lines]
 
+    async def timelines(self) -> list[dict[str, Any]]:
+        """See Node.timelines."""
+        return self._running().timelines()
+
     async def lora(self, command: LoraCommand) -> tuple[AdapterFacts, ...]:
         """See Node.lora. Raises TimeoutError when what was admitted before is not done in ADAPTER_TIMEOUT_S."""
         return await asyncio.wait_for(self._running().lora(command), ADAPTER_TIMEOUT_S)

@@ -162,6 +162,7 @@ class Receiver:
                     bytes_moved=incoming.bytes_moved,
                     seconds=incoming.receiving_s,
                     exposed_s=incoming.exposed_s,
+                    exposed_bytes=incoming.exposed_bytes,
                 )
             )
 

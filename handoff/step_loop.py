@@ -12,7 +12,7 @@ both return at once. Everything that touches the scheduler runs on this thread.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -83,7 +83,8 @@ class StepCounters:
 class StepLoop:
     """Owns the scheduler and the device.
 
-    observe: called on the loop's thread at every boundary, with what becomes visible there. clock: seconds, monotonic.
+    observe: called on the loop's thread at every boundary, with what becomes visible there. on_launch: with the
+    requests of each step that was launched. clock: seconds, monotonic. settled_at: when the last step was read.
     ended: done when the loop is over; `failure` then says why, None for a stop that was asked for.
     """
 
@@ -94,7 +95,10 @@ class StepLoop:
         observe: Callable[[BoundaryEffects], None],
         clock: Callable[[], float],
         name: str,
+        on_launch: Callable[[Sequence[RequestId]], None] = lambda request_ids: None,
     ) -> None:
+        self._on_launch = on_launch
+        self.settled_at = 0.0
         self._scheduler = scheduler
         self._device = device
         self._observe = observe
@@ -236,6 +240,7 @@ class StepLoop:
         except DeviceError as error:
             flight.failure = error
         self._flights.append(flight)
+        self._on_launch(flight.request_ids)
 
     def _finish(self, flight: Flight) -> None:
         """Wait for the oldest step and book it."""
@@ -245,7 +250,8 @@ class StepLoop:
                 result = self._device.await_result(flight.ticket)
             except DeviceError as error:
                 flight.failure = error
-        self._scheduler.advance_clock(self._clock())
+        self.settled_at = self._clock()
+        self._scheduler.advance_clock(self.settled_at)
         if result is None:
             log.error("step failed", reason=str(flight.failure), request_ids=flight.request_ids)
             self.counters.failed_steps += 1

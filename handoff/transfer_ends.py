@@ -13,8 +13,8 @@ Key: TypeAlias = tuple[str, int]
 class Landed:
     """Destination: every byte is in place and verified.
 
-    seconds: during which bytes were on their way. exposed_s: from the last segment's announcement to the last byte,
-    which is what a client waits for.
+    seconds: during which bytes were on their way. exposed_s, exposed_bytes: from the last segment's announcement to the
+    last byte, and of it: what a client waits for.
     """
 
     handoff_id: HandoffId
@@ -26,6 +26,7 @@ class Landed:
     bytes_moved: int
     seconds: float
     exposed_s: float = 0.0
+    exposed_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,9 @@ class BadSegment(ValueError):
 
 
 class Incoming:
-    """Pure. route: None if the source's blocks are like ours. blocks_moved, bytes_moved: of all segments so far.
+    """Pure. route: None if the source's blocks are like ours.
 
+    blocks_moved, bytes_moved: of all segments so far; exposed_bytes: of the last one.
     receiving_s: seconds during which anything was under way. exposed_s: from the last segment's message to the end.
     """
 
@@ -32,7 +33,7 @@ class Incoming:
         self.record: Record | None = None
         self.is_withdrawn = False
         self.error: str | None = None
-        self.blocks_moved = self.bytes_moved = 0
+        self.blocks_moved = self.bytes_moved = self.exposed_bytes = 0
         self.receiving_s = self.exposed_s = 0.0
         self._blocks = len(expected.blocks)
         self._first = self._covered = expected.cached_blocks

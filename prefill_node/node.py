@@ -69,6 +69,8 @@ class PrefillNode(Node[PrefillScheduler]):
         held = self._scheduler.held(handoff_id, attempt)
         if held is not None and self._exchange.complete(handoff_id, attempt, held):
             self._scheduler.transfer_started(handoff_id, attempt)
+            self._timeline.mark((handoff_id, attempt), "computed", self._loop.settled_at)
+            self._timeline.mark((handoff_id, attempt), "posted", self._clock())
 
     def _apply(self, command: Command) -> CommandEffects:
         effects = super()._apply(command)

@@ -30,7 +30,7 @@ def test_blocks_land_and_both_sides_report_it_once(pair: Pair) -> None:
     assert into == [Piece(0, 64), Piece(5 * 32, 32)]
     pair.destination.now = 10.5
     pair.move()
-    assert pair.ends == ([Sent(H, 1)], [Landed(H, 1, 42, P, "manual", 3, 96, 0.5, 0.5)])
+    assert pair.ends == ([Sent(H, 1)], [Landed(H, 1, 42, P, "manual", 3, 96, 0.5, 0.5, 96)])
 
 
 def test_only_missing_blocks_travel(pair: Pair) -> None:

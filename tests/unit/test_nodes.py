@@ -14,6 +14,7 @@ from scheduler_drive import BLOCK_SIZE, decode_scheduler, handoff, prefill_sched
 from decode_node.node import DecodeNode
 from handoff.node import Node
 from handoff.report import NodeReport
+from handoff.timeline import KEPT, Timeline
 from handoff.transfer_ends import Broken, Landed, TransferEnd
 from handoff.transfer_out import Progress
 from prefill_node.node import PrefillNode
@@ -394,3 +395,37 @@ def test_the_events_that_end_leases_reach_the_report() -> None:
         bench.until("tell LeaseExpired x")
     kinds = [type(event) for report in bench.reports for event in report.events]
     assert kinds == [SourceHeld, LeaseExpired]
+
+
+def test_a_node_knows_when_the_steps_of_a_handoff_happened() -> None:
+    bench = Bench()
+    with running(bench.prefill()) as node:
+        node.submit_prefill(SubmitHandoffPrefill(X, request("a", [1, 2])), D).result(WAIT_S)
+        bench.until("tell SourceHeld x")
+        (source,) = node.timelines()
+    assert source["handoff_id"] == X
+    assert 0 < source["computed"] <= source["posted"]
+    with running(bench.decode()) as node:
+        apply(node, reserve("x"))
+        bench.exchange.report(landed("x"))
+        bench.until("tell DestinationFinished x")
+        (times,) = node.timelines()
+        assert node._unlaunched == {}
+    assert source["posted"] <= times["ended"] <= times["booked"] <= times["launched"] <= time.monotonic()
+    assert times["free_before_launched"] <= times["launched"]
+
+
+def test_what_is_cancelled_before_its_first_step_is_not_waited_for() -> None:
+    bench = Bench()
+    node = bench.decode()
+    node._mark_booked(RequestId("x"), (X, 1))
+    node._on_retired(RequestId("x"))
+    assert node._unlaunched == {}
+
+
+def test_timelines_are_kept_of_the_last_handoffs() -> None:
+    timeline = Timeline()
+    for number in range(KEPT + 5):
+        timeline.mark((f"h{number}", 1), "landed", float(number))
+    kept = timeline.all()
+    assert (len(kept), kept[0]["handoff_id"], kept[-1]["landed"]) == (KEPT, "h5", KEPT + 4.0)
