@@ -405,6 +405,7 @@ def test_a_node_knows_when_the_steps_of_a_handoff_happened() -> None:
         (source,) = node.timelines()
     assert source["handoff_id"] == X
     assert 0 < source["computed"] <= source["posted"]
+    bench = Bench()
     with running(bench.decode()) as node:
         apply(node, reserve("x"))
         bench.exchange.report(landed("x"))
