@@ -1,41 +1,64 @@
 """How fast the UCX transport moves blocks between two processes, beside raw ucxx and memcpy.
 
-    python benchmarks/transport.py
+    python benchmarks/transport.py [--busy]
 
-Prints GB/s per block size, the latency of messages, and the CPU share of an idle transport thread. Absolute figures
-vary between machines and days; the ratios are what to compare.
+Prints GB/s per block size, scattered and contiguous (neighbours coalesce), how long one small operation takes beside
+a long one, the latency of messages, and the CPU share of an idle transport thread. The rounds of the three alternate.
+Absolute figures vary between machines and days; the ratios are what to compare. With --busy a Python loop runs in both
+processes, as a scheduler does.
 """
 
+import argparse
 import multiprocessing as mp
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from multiprocessing.connection import Connection
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from handoff.pieces import coalesce
 from handoff.transports.base import Piece, TransferError
 from handoff.transports.ucx import UcxTransport
 from handoff.transports.ucx_env import prepare_ucx
 
 BLOCKS = (2 << 20, 360 << 10, 64 << 10, 16 << 10)
 BYTES_PER_ROUND = 192 << 20
+SMALL_BLOCK = 360 << 10
 ROUNDS = 9
 PINGS = 200
 IDLE_S = 3.0
 TIMEOUT_S = 60.0
-Bytes = npt.NDArray[np.uint8]
+LARGE, SMALL = 1, 2
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Shape: TypeAlias = tuple[int, str]
+"""(block bytes, "scattered" or "contiguous")"""
+Pieces: TypeAlias = Sequence[Piece]
+
+SHAPES: tuple[Shape, ...] = tuple((block, layout) for block in BLOCKS for layout in ("scattered", "contiguous"))
+
+
+@cache
+def pieces_of(shape: Shape) -> tuple[Pieces, Pieces]:
+    """What the two sides post."""
+    block, layout = shape
+    count = BYTES_PER_ROUND // block
+    if layout == "contiguous":
+        return coalesce(range(count), range(count), block)
+    rng = np.random.default_rng(1)
+    return coalesce(rng.permutation(count).tolist(), rng.permutation(count).tolist(), block)
 
 
 def fresh_pool(value: int) -> Bytes:
     return np.full(BYTES_PER_ROUND, value, np.uint8)
 
 
-def rate(block: int, seconds: list[float]) -> float:
-    return BYTES_PER_ROUND // block * block / median(seconds) / 1e9
+def rate(shape: Shape, seconds: list[float]) -> float:
+    return BYTES_PER_ROUND // shape[0] * shape[0] / median(seconds) / 1e9
 
 
 def timed(work: Callable[[], None]) -> float:
@@ -44,14 +67,16 @@ def timed(work: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def memcpy_rate(block: int) -> float:
-    source, target = fresh_pool(1), fresh_pool(2)
+class Memcpy:
+    """One thread of one process."""
 
-    def copy() -> None:
-        for offset in range(0, BYTES_PER_ROUND // block * block, block):
-            target[offset : offset + block] = source[offset : offset + block]
+    def __init__(self) -> None:
+        self._source, self._target = fresh_pool(1), fresh_pool(2)
 
-    return rate(block, [timed(copy) for _ in range(ROUNDS)])
+    def move(self, shape: Shape) -> None:
+        for source, target in zip(*pieces_of(shape), strict=True):
+            piece = self._source[source.offset : source.offset + source.length]
+            self._target[target.offset : target.offset + target.length] = piece
 
 
 class Endpoint:
@@ -71,13 +96,28 @@ class Endpoint:
         """From now on, answer each message from the transport's thread."""
         self._echo = True
 
-    def move(self, way: str, channel: int, block: int, ready: Callable[[], None]) -> None:
-        pieces = [Piece(i * block, block) for i in range(BYTES_PER_ROUND // block)]
+    def move(self, way: str, pieces: Pieces, ready: Callable[[], None]) -> None:
         self._event.clear()
-        post = self.transport.post_send if way == "send" else self.transport.post_receive
-        post(self.peer, channel, pieces, self._done)
+        self._post(way, LARGE, pieces, self._done)
         ready()
         self._wait()
+
+    def move_two(self, way: str, ready: Callable[[], None]) -> tuple[float, float]:
+        """A long operation, and a small one posted behind it; the seconds until each has ended, on this side."""
+        start = time.perf_counter()
+        seconds: dict[int, float] = {}
+
+        def ended(channel: int, error: TransferError | None) -> None:
+            seconds[channel] = time.perf_counter() - start
+            if len(seconds) == 2:
+                self._done(error)
+
+        self._event.clear()
+        self._post(way, LARGE, [Piece(0, BYTES_PER_ROUND)], lambda error: ended(LARGE, error))
+        self._post(way, SMALL, [Piece(0, SMALL_BLOCK)], lambda error: ended(SMALL, error))
+        ready()
+        self._wait()
+        return seconds[LARGE], seconds[SMALL]
 
     def ping(self) -> float:
         self._event.clear()
@@ -85,6 +125,10 @@ class Endpoint:
         self.transport.send_message(self.peer, b"ping")
         self._wait()
         return time.perf_counter() - start
+
+    def _post(self, way: str, channel: int, pieces: Pieces, done: Callable[[TransferError | None], None]) -> None:
+        post = self.transport.post_send if way == "send" else self.transport.post_receive
+        post(self.peer, channel, pieces, done)
 
     def _wait(self) -> None:
         if not self._event.wait(TIMEOUT_S):
@@ -99,34 +143,6 @@ class Endpoint:
         if self._echo:
             self.transport.send_message(peer, frame)
         self._event.set()
-
-
-def our_source(pipe: Connection) -> None:
-    end = Endpoint("source", "destination", pipe, 1)
-    end.echo()
-    while (block := pipe.recv()) is not None:
-        end.move("send", block, block, lambda: None)
-    end.transport.close()
-
-
-def our_figures(pipe: Connection) -> tuple[dict[int, float], dict[str, str]]:
-    end = Endpoint("destination", "source", pipe, 2)
-    rates = {block: rate(block, [our_round(end, pipe, block) for _ in range(ROUNDS)]) for block in BLOCKS}
-    awake = median(end.ping() for _ in range(PINGS))
-    asleep = median(pause_and_ping(end) for _ in range(PINGS))
-    figures = {
-        "lane": end.transport.links()[0].lane,
-        "message round trip, threads awake": f"{awake * 1e6:.0f} us",
-        "message round trip, both threads asleep": f"{asleep * 1e6:.0f} us",
-        "CPU share of an idle thread": f"{idle_share():.2%}",
-    }
-    pipe.send(None)
-    end.transport.close()
-    return rates, figures
-
-
-def our_round(end: Endpoint, pipe: Connection, block: int) -> float:
-    return timed(lambda: end.move("receive", block, block, lambda: pipe.send(block)))
 
 
 def pause_and_ping(end: Endpoint) -> float:
@@ -156,42 +172,85 @@ class Raw:
         remote = ucx.UCXAddress.create_from_buffer(pipe.recv())
         self._endpoint = ucx.UCXEndpoint.create_from_worker_address(self._worker, remote, True)
 
-    def move(self, way: str, block: int, ready: Callable[[], None]) -> None:
+    def move(self, way: str, pieces: Pieces, ready: Callable[[], None]) -> None:
         post = self._endpoint.tag_send if way == "send" else self._endpoint.tag_recv
         requests: list[Any] = []
-        for index in range(BYTES_PER_ROUND // block):
-            buffer = self._array(self._pool[index * block : (index + 1) * block])
+        for index, piece in enumerate(pieces):
+            buffer = self._array(self._pool[piece.offset : piece.offset + piece.length])
             requests.append(post(buffer, self._ucx.UCXXTag(index)))
         ready()
         while not all(request.completed for request in requests):
             self._worker.progress()
 
 
-def raw_source(pipe: Connection) -> None:
-    raw = Raw(pipe, 1)
-    while (block := pipe.recv()) is not None:
-        raw.move("send", block, lambda: None)
+def start_python_loop() -> None:
+    def spin() -> None:
+        while True:
+            sum(range(1000))
+
+    threading.Thread(target=spin, daemon=True).start()
 
 
-def raw_rates(pipe: Connection) -> dict[int, float]:
-    raw = Raw(pipe, 2)
-    rates = {block: rate(block, [raw_round(raw, pipe, block) for _ in range(ROUNDS)]) for block in BLOCKS}
+def run_source(pipe: Connection, busy: bool) -> None:
+    """Sends what the destination asks for, a pair (who, what), until None comes."""
+    ours, raw = Endpoint("source", "destination", pipe, 1), Raw(pipe, 1)
+    ours.echo()
+    if busy:
+        start_python_loop()
+    while (asked := pipe.recv()) is not None:
+        who, shape = asked
+        if who == "two":
+            ours.move_two("send", lambda: None)
+        else:
+            (raw if who == "raw" else ours).move("send", pieces_of(shape)[0], lambda: None)
+    ours.transport.close()
+
+
+def run_destination(pipe: Connection, busy: bool, results: Any) -> None:
+    ours, raw, memcpy = Endpoint("destination", "source", pipe, 2), Raw(pipe, 2), Memcpy()
+    if busy:
+        start_python_loop()
+
+    def from_source(who: str, end: Endpoint | Raw, shape: Shape) -> float:
+        return timed(lambda: end.move("receive", pieces_of(shape)[1], lambda: pipe.send((who, shape))))
+
+    def one_round(shape: Shape) -> tuple[float, ...]:
+        ours_s, raw_s = from_source("ours", ours, shape), from_source("raw", raw, shape)
+        return ours_s, raw_s, timed(lambda: memcpy.move(shape))
+
+    rates: dict[Shape, tuple[float, ...]] = {}
+    for shape in SHAPES:
+        pieces_of(shape)
+        rounds = [one_round(shape) for _ in range(ROUNDS)]
+        rates[shape] = tuple(rate(shape, list(column)) for column in zip(*rounds, strict=True))
+    results.put((rates, figures(ours, pipe)))
     pipe.send(None)
-    return rates
+    ours.transport.close()
 
 
-def raw_round(raw: Raw, pipe: Connection, block: int) -> float:
-    return timed(lambda: raw.move("receive", block, lambda: pipe.send(block)))
+def figures(ours: Endpoint, pipe: Connection) -> dict[str, str]:
+    both = [ours.move_two("receive", lambda: pipe.send(("two", None))) for _ in range(ROUNDS)]
+    large, small = (median(column) for column in zip(*both, strict=True))
+    awake = median(ours.ping() for _ in range(PINGS))
+    asleep = median(pause_and_ping(ours) for _ in range(PINGS))
+    beside = f"{SMALL_BLOCK >> 10} KiB posted behind {BYTES_PER_ROUND >> 20} MiB"
+    return {
+        "lane": ours.transport.links()[0].lane,
+        beside: f"{small * 1e3:.1f} ms, the long one {large * 1e3:.1f} ms",
+        "message round trip, threads awake": f"{awake * 1e6:.0f} us",
+        "message round trip, both threads asleep": f"{asleep * 1e6:.0f} us",
+        "CPU share of an idle thread": f"{idle_share():.2%}",
+    }
 
 
-def run_pair(source: Callable[[Connection], None], destination: Callable[[Connection], Any]) -> Any:
-    """Run `source` and `destination` in processes of their own; the destination's result."""
+def run_pair(busy: bool) -> Any:
+    """Run source and destination in processes of their own; the destination's result."""
     spawn = mp.get_context("spawn")
     left, right = spawn.Pipe()
     results = spawn.SimpleQueue()
     processes = [
-        spawn.Process(target=source, args=(left,), daemon=True),
-        spawn.Process(target=report, args=(destination, right, results), daemon=True),
+        spawn.Process(target=run_source, args=(left, busy), daemon=True),
+        spawn.Process(target=run_destination, args=(right, busy, results), daemon=True),
     ]
     for process in processes:
         process.start()
@@ -201,20 +260,16 @@ def run_pair(source: Callable[[Connection], None], destination: Callable[[Connec
     return result
 
 
-def report(work: Callable[[Connection], Any], pipe: Connection, results: Any) -> None:
-    results.put(work(pipe))
-
-
 def main() -> None:
-    ours, figures = run_pair(our_source, our_figures)
-    raw = run_pair(raw_source, raw_rates)
-    print("GB/s, median of rounds of 192 MiB: two processes, one host")
-    print(f"{'block':>10} {'ours':>7} {'raw ucxx':>9} {'memcpy':>7} {'ours/raw':>9} {'ours/memcpy':>12}")
-    for block in BLOCKS:
-        copied = memcpy_rate(block)
-        row = f"{block >> 10:>6} KiB {ours[block]:>7.2f} {raw[block]:>9.2f} {copied:>7.2f}"
-        print(f"{row} {ours[block] / raw[block]:>9.2f} {ours[block] / copied:>12.2f}")
-    for name, figure in figures.items():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--busy", action="store_true", help="run a Python loop in both processes")
+    rates, others = run_pair(parser.parse_args().busy)
+    print(f"GB/s, median of {ROUNDS} rounds of {BYTES_PER_ROUND >> 20} MiB: two processes, one host")
+    print(f"{'block':>8} {'':>10} {'ours':>7} {'raw ucxx':>9} {'memcpy':>7} {'ours/raw':>9} {'ours/memcpy':>12}")
+    for (block, layout), (ours, raw, copied) in rates.items():
+        row = f"{block >> 10:>4} KiB {layout:>10} {ours:>7.2f} {raw:>9.2f} {copied:>7.2f}"
+        print(f"{row} {ours / raw:>9.2f} {ours / copied:>12.2f}")
+    for name, figure in others.items():
         print(f"{name}: {figure}")
 
 

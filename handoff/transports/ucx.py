@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from handoff.transports.base import Done, Link, OnMessage, PeerLost, Piece, TransferError
+from handoff.transports.liveness import PEER_SILENCE_S, QUESTIONS
 from handoff.transports.pieces import check_frame, check_pieces, pool_bytes, run_callback
 from handoff.transports.ucx_env import prepare_ucx
 from handoff.transports.ucx_wire import Address
@@ -52,7 +53,9 @@ class UcxTransport:
 
     name = "ucx"
 
-    def __init__(self) -> None:
+    def __init__(self, peer_silence_s: float = PEER_SILENCE_S) -> None:
+        """peer_silence_s: how long a peer with pending operations may be silent; then they end with PeerLost."""
+        self._peer_silence_s = peer_silence_s
         self._commands: deque[_Command] = deque()
         self._lock = threading.Lock()
         self._stopping = False
@@ -137,7 +140,7 @@ class UcxTransport:
             from handoff.transports.ucx_worker import UcxWorker
 
             make_device_current(pool)
-            worker = UcxWorker(pool, on_message)
+            worker = UcxWorker(pool, on_message, self._peer_silence_s)
         except Exception as error:
             self._failure = error
             self._shut(None)
@@ -156,13 +159,17 @@ class UcxTransport:
         with select.epoll() as events:
             events.register(worker.event_fd, select.EPOLLIN)
             events.register(self._wake, select.EPOLLIN)
-            active = ticked = time.monotonic()
+            active = ticked = watched = time.monotonic()
+            watch_s = self._peer_silence_s / QUESTIONS / 4
             while not self._stopping:
                 changed = self._turn(worker)
                 now = time.monotonic()
                 if now - ticked > TICK_S:
                     worker.tick()
                     ticked = now
+                if now - watched > watch_s:
+                    worker.watch()
+                    watched = now
                 if changed:
                     active = now
                 elif now - active <= SPIN_S:

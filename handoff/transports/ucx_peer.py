@@ -1,98 +1,53 @@
-"""One peer as the UCX thread sees it: its endpoint, its numbers, its pending pieces and messages.
+"""One peer as the UCX thread sees it: its endpoint, its numbers, its silence, its pending pieces, messages, notes.
 
 Everything here runs on the thread that owns the UCX worker.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 from ucxx._lib.arr import Array
 from ucxx._lib.libucxx import UCXEndpoint, UCXError, UCXRequest, UCXXTag
 
-from handoff.transports.base import Done, Piece, TransferError
-from handoff.transports.pieces import run_callback
-from handoff.transports.ucx_wire import Address, Pairing, message_tag
+from handoff.transports.base import TransferError
+from handoff.transports.liveness import Liveness, Verdict
+from handoff.transports.ucx_transfer import Receive, Send, Transfer
+from handoff.transports.ucx_wire import Address, Note, Pairing, Tell, is_note, message_tag, note_tag
 
-PIECES_IN_FLIGHT = 256
-"""Pieces of one posted operation that UCX holds at a time. Per operation, so that none can starve another; many,
-since a Python-busy process may let this thread run only once in 5 ms (the interpreter's switch interval)."""
+log = structlog.get_logger()
+
 MESSAGES_IN_FLIGHT = 64
 OUTBOX_BYTES = 256 << 20
 """Messages that may wait for a peer. A peer that takes none for so long is given up."""
 
 Bytes = npt.NDArray[np.uint8]
-Post = Callable[[Piece], UCXRequest]
-
-
-class Transfer:
-    """One posted operation: its pieces pass through UCX in order, PIECES_IN_FLIGHT at a time."""
-
-    __slots__ = ("_done", "_in_flight", "_next", "_pieces", "_post", "error")
-
-    def __init__(self, pieces: Sequence[Piece], post: Post, done: Done) -> None:
-        self._pieces = tuple(pieces)
-        self._post = post
-        self._done = done
-        self._next = 0
-        self._in_flight: deque[UCXRequest] = deque()
-        self.error: TransferError | None = None
-
-    @property
-    def ended(self) -> bool:
-        """Nothing is in flight and nothing more will be posted: its memory is quiet."""
-        return not self._in_flight and (self.error is not None or self._next == len(self._pieces))
-
-    def advance(self) -> bool:
-        """Collect what UCX has completed and post more. True if anything changed."""
-        before = (self._next, len(self._in_flight))
-        in_flight = self._in_flight
-        while in_flight and in_flight[0].completed:
-            self._collect(in_flight.popleft())
-        while self._next < len(self._pieces) and len(in_flight) < PIECES_IN_FLIGHT and self.error is None:
-            try:
-                in_flight.append(self._post(self._pieces[self._next]))
-            except UCXError as error:
-                self.error = _typed(error)
-            self._next += 1
-        return before != (self._next, len(in_flight))
-
-    def abandon(self, error: TransferError) -> None:
-        """Post no more; the operation ends with `error` once UCX has let go of what is in flight."""
-        self.error = error
-
-    def finish(self) -> None:
-        run_callback(self._done, self.error)
-
-    def release(self) -> None:
-        """Let go of UCX's requests and endpoint, so that the worker can be destroyed."""
-        self._in_flight.clear()
-        del self._post
-
-    def _collect(self, request: UCXRequest) -> None:
-        try:
-            request.check_error()
-        except UCXError as error:
-            self.error = self.error or _typed(error)
 
 
 class UcxPeer:
     """Made for each `connect`; `pairing` says whether what is sent to it may leave yet."""
 
-    def __init__(self, name: str, address: Address, number: int, endpoint: UCXEndpoint, same_host: bool) -> None:
+    def __init__(
+        self, name: str, address: Address, number: int, endpoint: UCXEndpoint, same_host: bool, silence_s: float
+    ) -> None:
         self.name = name
         self.identity = address.identity
         self.pairing = Pairing(number)
         self.endpoint = endpoint
         self.same_host = same_host
-        self.sends: list[Transfer] = []
-        self.receives: list[Transfer] = []
+        self.liveness = Liveness(silence_s)
+        self.sends: list[Send] = []
+        self.receives: list[Receive] = []
+        self._ends: Counter[int] = Counter()
+        """By channel: ends of the peer's sends that no receive has heard of; negative: to be ignored when they come."""
         self._outbox: deque[bytes] = deque()
         self._outbox_bytes = 0
         self._outgoing: deque[tuple[UCXRequest, Any]] = deque()
-        self._incoming: deque[tuple[UCXRequest, Bytes]] = deque()
+        self._incoming: deque[tuple[UCXRequest, Bytes, bool]] = deque()
 
     @property
     def busy(self) -> bool:
@@ -116,35 +71,61 @@ class UcxPeer:
         buffer = Array(frame)
         self._outgoing.append((self.endpoint.tag_send(buffer, UCXXTag(tag)), buffer))
 
+    def add_receive(self, receive: Receive) -> None:
+        self.receives.append(receive)
+        if self._ends[receive.channel] > 0:
+            self._count_end(receive.channel, -1)
+            receive.confirm(None)
+
     def expect(self, probe: Any) -> None:
-        """Receive the message that a probe has found."""
+        """Receive the message or note that a probe has found."""
+        self.liveness.heard()
         buffer = np.empty(probe.length, np.uint8)
-        self._incoming.append((self.endpoint.tag_recv_with_handle(Array(buffer), probe), buffer))
+        request = self.endpoint.tag_recv_with_handle(Array(buffer), probe)
+        self._incoming.append((request, buffer, is_note(probe.sender_tag.value)))
 
     def arrived(self) -> Iterator[bytes]:
         """Messages that have arrived, in the order they were sent. Raises UCXError when one has failed."""
         while self._incoming and self._incoming[0][0].completed:
-            request, buffer = self._incoming.popleft()
+            request, buffer, note = self._incoming.popleft()
             request.check_error()
-            yield buffer.tobytes()
+            if note:
+                self._take_note(buffer.tobytes())
+            else:
+                yield buffer.tobytes()
 
     def advance(self) -> bool:
         """Move messages and pieces on; True if anything changed. Raises UCXError when the endpoint has failed."""
         changed = self._advance_messages()
-        for transfer in self.receives:
-            changed |= transfer.advance()
+        for receive in self.receives:
+            changed |= self._advance_transfer(receive)
+            if receive.credit_due():
+                self._tell(Note(Tell.LANDED, receive.channel, receive.landed))
         if self.pairing.is_open:
-            for transfer in self.sends:
-                changed |= transfer.advance()
+            for send in self.sends:
+                changed |= self._advance_transfer(send)
         return changed
 
     def take_ended(self) -> list[Transfer]:
         """Remove and return the transfers that have ended."""
-        ended = [transfer for transfer in (*self.receives, *self.sends) if transfer.ended]
-        if ended:
-            self.receives = [transfer for transfer in self.receives if not transfer.ended]
-            self.sends = [transfer for transfer in self.sends if not transfer.ended]
+        ended: list[Transfer] = []
+        for receive in [receive for receive in self.receives if receive.ended]:
+            self.receives.remove(receive)
+            ended.append(receive)
+            if not receive.confirmed:
+                self._count_end(receive.channel, -1)
+        for send in [send for send in self.sends if send.ended]:
+            self.sends.remove(send)
+            ended.append(send)
+            self._tell(Note(Tell.FAILED if send.error else Tell.SENT, send.channel))
         return ended
+
+    def watch(self, now: float) -> bool:
+        """Ask a silent peer; False when it has been silent for too long."""
+        verdict = self.liveness.check(now, pending=self.pairing.is_open and bool(self.sends or self.receives))
+        if verdict is Verdict.ASK:
+            self._tell(Note(Tell.PING))
+        return verdict is not Verdict.LOST
 
     def abandon(self, error: TransferError) -> list[Transfer]:
         """Every pending transfer, abandoned with `error`."""
@@ -155,7 +136,51 @@ class UcxPeer:
 
     def unsettled(self) -> list[tuple[UCXRequest, Any]]:
         """Requests for messages that UCX still holds, with the buffers that must outlive them."""
-        return [*self._outgoing, *self._incoming]
+        return [*self._outgoing, *((request, buffer) for request, buffer, _ in self._incoming)]
+
+    def _take_note(self, data: bytes) -> None:
+        try:
+            note = Note.unpack(data)
+        except ValueError as error:
+            log.warning("note dropped", peer=self.name, error=str(error))
+            return
+        match note.tell:
+            case Tell.PING:
+                self._tell(Note(Tell.PONG))
+            case Tell.LANDED:
+                send = next((send for send in self.sends if send.channel == note.channel), None)
+                if send is not None:
+                    send.credit(note.count)
+            case Tell.SENT:
+                self._end_of_send(note.channel, None)
+            case Tell.FAILED:
+                self._end_of_send(note.channel, TransferError(f"{self.name} could not send"))
+
+    def _end_of_send(self, channel: int, error: TransferError | None) -> None:
+        waiting = (receive for receive in self.receives if receive.channel == channel and not receive.confirmed)
+        receive = next(waiting, None) if self._ends[channel] >= 0 else None
+        if receive is None:
+            self._count_end(channel, 1)
+        else:
+            receive.confirm(error)
+
+    def _count_end(self, channel: int, change: int) -> None:
+        self._ends[channel] += change
+        if self._ends[channel] == 0:
+            del self._ends[channel]
+
+    def _advance_transfer(self, transfer: Transfer) -> bool:
+        landed = transfer.landed
+        changed = transfer.advance()
+        if transfer.landed != landed:
+            self.liveness.heard()
+        return changed
+
+    def _tell(self, note: Note) -> None:
+        """Dropped when the endpoint has failed: the peer is given up soon."""
+        if self.pairing.peer_number is not None:
+            with suppress(UCXError):
+                self.send_now(note.pack(), note_tag(self.pairing.peer_number))
 
     def _advance_messages(self) -> bool:
         changed = False
@@ -169,7 +194,3 @@ class UcxPeer:
             self.send_now(frame, message_tag(peer_number))
             changed = True
         return changed
-
-
-def _typed(error: UCXError) -> TransferError:
-    return TransferError(f"UCX ended the transfer: {type(error).__name__}: {error}")

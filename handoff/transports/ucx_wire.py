@@ -5,7 +5,7 @@ UCX matches tags per worker, not per endpoint, so a tag says for whom it is:
     bit 63      frame: a message or a hello; clear for pieces
     bit 62      hello
     bits 32-61  number: the receiver's number for this connection (0 in hellos)
-    bits 0-31   channel (0 in frames)
+    bits 0-31   channel; in frames 0 for a message and a hello, 1 for a note
 
 The receiver gives each connection a number of its own that it never uses again, and tells it in a hello. So a
 number names the peer, and what is still under way from a connection that was given up matches nothing.
@@ -18,11 +18,13 @@ number names the peer, and what is still under way from a connection that was gi
 A side opens only by a hello that has seen its current number: an older one may name a number that the peer has
 given up since. An open side never moves on to another number by itself: a peer that says hello with a newer number
 has given up this connection, so it's over for both, and waits for this side's own `connect`.
+
+A note is what one transport tells the other beneath the messages: see `Tell`.
 """
 
 import struct
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum, IntEnum, auto
 
 FRAME_BIT = 1 << 63
 HELLO_BIT = 1 << 62
@@ -30,12 +32,14 @@ NUMBER_SHIFT = 32
 NUMBER_BITS = 30
 NUMBER_MASK = ((1 << NUMBER_BITS) - 1) << NUMBER_SHIFT
 HELLO_TAG = FRAME_BIT | HELLO_BIT
+NOTE = 1
 
 IDENTITY_BYTES = 8
 HOST_BYTES = 16
 _ADDRESS = struct.Struct(f"<4s{IDENTITY_BYTES}s{HOST_BYTES}s")
 _HELLO = struct.Struct(f"<4s{IDENTITY_BYTES}sII")
-_ADDRESS_MAGIC = b"PLA1"
+_NOTE = struct.Struct("<BIQ")
+_ADDRESS_MAGIC = b"PLA2"
 _HELLO_MAGIC = b"PLH1"
 HELLO_BYTES = _HELLO.size
 
@@ -46,6 +50,15 @@ def piece_tag(number: int, channel: int) -> int:
 
 def message_tag(number: int) -> int:
     return FRAME_BIT | number << NUMBER_SHIFT
+
+
+def note_tag(number: int) -> int:
+    return message_tag(number) | NOTE
+
+
+def is_note(tag: int) -> bool:
+    """Of a frame that is no hello."""
+    return bool(tag & NOTE)
 
 
 def number_of(tag: int) -> int:
@@ -100,6 +113,35 @@ class Hello:
             raise ValueError("not a hello of a UCX transport of this version of Prelay")
         _, identity, number, seen = _HELLO.unpack(data)
         return Hello(identity, number, seen)
+
+
+class Tell(IntEnum):
+    """PING: are you there? PONG: yes. LANDED: the first `count` pieces on `channel` are here. SENT, FAILED: the
+    sender's operation on `channel` has ended; its memory was in place until now."""
+
+    PING = 1
+    PONG = 2
+    LANDED = 3
+    SENT = 4
+    FAILED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    tell: Tell
+    channel: int = 0
+    count: int = 0
+
+    def pack(self) -> bytes:
+        return _NOTE.pack(self.tell, self.channel, self.count)
+
+    @staticmethod
+    def unpack(data: bytes) -> "Note":
+        """Raises ValueError when the bytes are no note of this version."""
+        if len(data) != _NOTE.size:
+            raise ValueError("not a note of a UCX transport of this version of Prelay")
+        tell, channel, count = _NOTE.unpack(data)
+        return Note(Tell(tell), channel, count)
 
 
 class Heed(Enum):

@@ -18,10 +18,13 @@ from ucxx._lib.arr import Array
 from ucxx._lib.libucxx import UCXAddress, UCXContext, UCXEndpoint, UCXError, UCXWorker, UCXXTag, UCXXTagMask
 
 from handoff.transports.base import Done, Link, OnMessage, PeerLost, Piece
+from handoff.transports.liveness import PEER_SILENCE_S
 from handoff.transports.pieces import run_callback
 from handoff.transports.ucx_links import endpoint_transports, host_identity, lane_name, lane_warning
-from handoff.transports.ucx_peer import Transfer, UcxPeer
+from handoff.transports.ucx_lost import LostTransfers
+from handoff.transports.ucx_peer import UcxPeer
 from handoff.transports.ucx_pool import span_maker
+from handoff.transports.ucx_transfer import Receive, Send
 from handoff.transports.ucx_wire import (
     FRAME_BIT,
     HELLO_TAG,
@@ -41,9 +44,8 @@ log = structlog.get_logger()
 CLOSE_PERIOD_NS = 1_000_000_000
 CLOSE_ATTEMPTS = 2
 """How long closing an endpoint may take: period times attempts. It takes milliseconds, also with a dead peer."""
-QUIET_TIMEOUT_S = 2.0
-SEND_QUIET_TIMEOUT_S = 0.5
-"""How long giving up a peer waits for UCX to let go of its memory before it goes on with other work."""
+CLOSE_QUIET_S = 0.5
+"""How long closing the transport waits for UCX to let go of memory before it takes UCX down."""
 EARLY_HELLOS = 1024
 """Hellos kept from transports that this node hasn't connected to yet; the oldest go first."""
 RETIRED_NUMBERS = 256
@@ -58,11 +60,12 @@ _PIECES_OF_NUMBER = UCXXTagMask(FRAME_BIT | NUMBER_MASK)
 class UcxWorker:
     """See the module's docstring. Raises UCXError when UCX can't start."""
 
-    def __init__(self, pool: Any, on_message: OnMessage) -> None:
+    def __init__(self, pool: Any, on_message: OnMessage, peer_silence_s: float = PEER_SILENCE_S) -> None:
         self._worker = UCXWorker(UCXContext())
         self._worker.init_blocking_progress_mode()
         self._span = span_maker(pool)
         self._on_message = on_message
+        self._peer_silence_s = peer_silence_s
         self._own = Address(secrets.token_bytes(IDENTITY_BYTES), host_identity(), self._worker.address.tobytes())
         self._number = secrets.randbits(NUMBER_BITS - 1)
         self._peers: dict[str, UcxPeer] = {}
@@ -72,8 +75,7 @@ class UcxWorker:
         self._retired: deque[int] = deque(maxlen=RETIRED_NUMBERS)
         self._hellos: deque[tuple[Any, Any]] = deque()
         self._unsettled: list[tuple[Any, Any]] = []
-        self._lingering: list[Transfer] = []
-        self._let_go: list[Transfer] = []
+        self._lost = LostTransfers()
         self.links: dict[str, Link] = {}
         """Replaced, never changed in place: other threads read it."""
 
@@ -89,7 +91,7 @@ class UcxWorker:
     @property
     def busy(self) -> bool:
         """Something waits for a peer or for UCX."""
-        return bool(self._lingering or self._hellos) or any(peer.busy for peer in self._peers.values())
+        return bool(self._lost or self._hellos) or any(peer.busy for peer in self._peers.values())
 
     def arm(self) -> bool:
         return bool(self._worker.arm())
@@ -114,7 +116,8 @@ class UcxWorker:
             log.warning("ucx can't reach the peer", peer=name, error=str(error))
             return
         self._number = next_number(self._number)
-        peer = UcxPeer(name, address, self._number, endpoint, address.host == self._own.host)
+        same_host = address.host == self._own.host
+        peer = UcxPeer(name, address, self._number, endpoint, same_host, self._peer_silence_s)
         self._peers[name] = self._by_number[self._number] = self._by_identity[peer.identity] = peer
         early = self._early_hellos.pop(peer.identity, None)
         if early is None:
@@ -147,7 +150,7 @@ class UcxWorker:
             tag = piece_tag(peer.pairing.peer_number or 0, channel)
             return peer.endpoint.tag_send(self._span(piece), UCXXTag(tag))
 
-        peer.sends.append(Transfer(pieces, post, done))
+        peer.sends.append(Send(channel, pieces, post, done))
 
     def post_receive(self, name: str, channel: int, pieces: Sequence[Piece], done: Done) -> None:
         peer = self._peers.get(name)
@@ -155,7 +158,7 @@ class UcxWorker:
             run_callback(done, _not_connected(name))
             return
         endpoint, tag = peer.endpoint, UCXXTag(piece_tag(peer.pairing.number, channel))
-        peer.receives.append(Transfer(pieces, lambda piece: endpoint.tag_recv(self._span(piece), tag), done))
+        peer.add_receive(Receive(channel, pieces, lambda piece: endpoint.tag_recv(self._span(piece), tag), done))
 
     def serve(self) -> bool:
         """Take what has arrived, move every operation on, run callbacks. True if anything changed."""
@@ -165,8 +168,8 @@ class UcxWorker:
         for peer in list(self._peers.values()):
             if self._peers.get(peer.name) is peer:
                 changed |= self._serve_peer(peer)
-        if self._lingering:
-            self._lingering = _finish_ended(self._lingering)
+        if self._lost:
+            self._lost.settle(time.monotonic())
         return changed
 
     def tick(self) -> None:
@@ -177,18 +180,27 @@ class UcxWorker:
         self._unsettled = [(request, buffer) for request, buffer in self._unsettled if not request.completed]
         self._sweep()
 
+    def watch(self) -> None:
+        """Ask peers that are silent, and give up those that have been for too long; several times in that time."""
+        now = time.monotonic()
+        for peer in list(self._peers.values()):
+            if not peer.watch(now):
+                self._lose(peer, f"{peer.name} has been silent for {self._peer_silence_s:.1f} s")
+
     def close(self) -> None:
         """Give up all peers, then UCX itself: after that nothing can touch the pool, so all callbacks run."""
         for peer in list(self._peers.values()):
             self._lose(peer, "the transport was closed")
-        lingering, self._lingering = self._lingering, []
-        for transfer in (*lingering, *self._let_go):
-            transfer.release()
+        deadline = time.monotonic() + CLOSE_QUIET_S
+        while self._lost and (now := time.monotonic()) < deadline:
+            self._worker.progress()
+            self._lost.settle(now)
+        remaining = self._lost.release()
         del self._worker
         # Only now: UCX may have used these buffers until its worker was gone.
         self._unsettled.clear()
         self._hellos.clear()
-        for transfer in lingering:
+        for transfer in remaining:
             transfer.finish()
 
     def _serve_peer(self, peer: UcxPeer) -> bool:
@@ -283,33 +295,8 @@ class UcxWorker:
             peer.endpoint.close_blocking(CLOSE_PERIOD_NS, CLOSE_ATTEMPTS)
         except UCXError as error:
             log.warning("closing an endpoint failed", peer=peer.name, error=str(error))
-        pending = self._await_quiet(pending, SEND_QUIET_TIMEOUT_S)
-        pending = self._await_quiet(self._let_go_of_sends(peer, pending), QUIET_TIMEOUT_S)
-        if pending:
-            log.error("ucx still holds memory of a lost peer", peer=peer.name, transfers=len(pending))
-        self._lingering += pending
+        self._lost.add(peer.name, pending, time.monotonic())
         self._unsettled += peer.unsettled()
-
-    def _await_quiet(self, pending: list[Transfer], timeout_s: float) -> list[Transfer]:
-        """Finish what UCX lets go of; returns what it still holds after `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
-        while (pending := _finish_ended(pending)) and time.monotonic() < deadline:
-            self._worker.progress()
-        return pending
-
-    def _let_go_of_sends(self, peer: UcxPeer, pending: list[Transfer]) -> list[Transfer]:
-        """End the sends that UCX never will; returns the receives.
-
-        A closed endpoint moves no byte of them any more, but UCX keeps a send open for ever if the shared queue of a
-        dead peer is full. A receive is another matter: whoever lives may still write there.
-        """
-        sends = [transfer for transfer in pending if transfer in peer.sends]
-        if sends:
-            log.warning("ucx never ended the sends to a lost peer", peer=peer.name, transfers=len(sends))
-        for transfer in sends:
-            transfer.finish()
-        self._let_go += sends
-        return [transfer for transfer in pending if transfer not in sends]
 
     def _sweep(self) -> None:
         """Drop late pieces of given-up connections, which would stay in UCX's memory for ever."""
@@ -321,13 +308,3 @@ class UcxWorker:
 
 def _not_connected(name: str) -> PeerLost:
     return PeerLost(f"{name} is not connected")
-
-
-def _finish_ended(transfers: list[Transfer]) -> list[Transfer]:
-    """Collect and finish those that have ended; returns the others."""
-    for transfer in transfers:
-        transfer.advance()
-    for transfer in transfers:
-        if transfer.ended:
-            transfer.finish()
-    return [transfer for transfer in transfers if not transfer.ended]
