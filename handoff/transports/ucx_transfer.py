@@ -3,8 +3,9 @@
 Pieces are cut at MAX_PIECE_BYTES, on both sides alike, so the window is bounded in bytes and in pieces: a long
 operation holds the wire for one window at most before one posted after it gets its share.
 
-A short piece leaves the sender at once, and lies in the receiver's UCX until it is received. So the sender keeps to
-the window by what has *landed*: the receiver tells it after each half window.
+A short piece leaves the sender at once, and lies in the receiver's UCX until it is received. So the sender is never
+further ahead than CREDIT_BYTES and CREDIT_PIECES of what the receiver told has landed. That is several windows, for the
+sender to hear of it in time: a receiver that copies (CMA) tells nothing before it has copied all that was announced.
 
 Where the receiver reads the sender's memory (CMA), nothing tells it that the sender has given up and uses that memory
 for something else. So a receive succeeds only when the sender says, at its end, that it has kept everything in place.
@@ -24,6 +25,10 @@ WINDOW_BYTES = 16 << 20
 WINDOW_PIECES = 1024
 """Per operation, so that none can starve another; large, since a Python-busy process may let the transport's thread
 run only once in 5 ms (the interpreter's switch interval)."""
+CREDIT_BYTES = 4 * WINDOW_BYTES
+CREDIT_PIECES = 4 * WINDOW_PIECES
+CREDIT_NOTES = 4
+"""The receiver tells what has landed so many times per CREDIT_BYTES or CREDIT_PIECES."""
 
 
 class Request(Protocol):
@@ -55,8 +60,7 @@ class Transfer:
     __slots__ = (
         "_done",
         "_flying",
-        "_free",
-        "_free_bytes",
+        "_landed_bytes",
         "_pieces",
         "_post",
         "_posted",
@@ -76,8 +80,7 @@ class Transfer:
         self._done = done
         self._flying: deque[Request] = deque()
         self._posted = self._posted_bytes = 0
-        self._free = self._free_bytes = 0
-        """How many of the posted pieces don't count for the window any more."""
+        self._landed_bytes = 0
 
     @property
     def quiet(self) -> bool:
@@ -116,12 +119,12 @@ class Transfer:
                 flying.popleft().check_error()
             except UCXError as error:
                 self.error = self.error or _typed(error)
+            self._landed_bytes += self._pieces[self.landed].length
             self.landed += 1
 
     def _fill(self) -> None:
         pieces, fly, post = self._pieces, self._flying.append, self._post
-        end = min(len(pieces), self._free + WINDOW_PIECES)
-        room = self._free_bytes + WINDOW_BYTES - self._posted_bytes
+        end, room = self._room()
         while self._posted < end and (length := pieces[self._posted].length) <= room:
             try:
                 fly(post(pieces[self._posted]))
@@ -132,26 +135,37 @@ class Transfer:
             self._posted += 1
             self._posted_bytes += length
 
-    def _set_free(self, count: int) -> None:
-        for piece in self._pieces[self._free : count]:
-            self._free_bytes += piece.length
-        self._free = count
+    def _room(self) -> tuple[int, int]:
+        """How many pieces may have been posted, and how many more bytes."""
+        end = min(len(self._pieces), self.landed + WINDOW_PIECES)
+        return end, self._landed_bytes + WINDOW_BYTES - self._posted_bytes
 
 
 class Send(Transfer):
-    """Stays within the window by what the receiver has told."""
+    """Isn't too far ahead of what the receiver told has landed."""
 
-    __slots__ = ()
+    __slots__ = ("_credited", "_credited_bytes")
+
+    def __init__(self, channel: int, pieces: Sequence[Piece], post: Post, done: Done) -> None:
+        super().__init__(channel, pieces, post, done)
+        self._credited = self._credited_bytes = 0
 
     def credit(self, landed: int) -> None:
         """The receiver has the first `landed` pieces."""
-        # More than were posted: told of an operation that used the channel before. It only widens the window once.
-        if (landed := min(landed, self._posted)) > self._free:
-            self._set_free(landed)
+        # More than were posted: told of an operation that used the channel before. It only widens the credit once.
+        landed = min(landed, self._posted)
+        for piece in self._pieces[self._credited : landed]:
+            self._credited_bytes += piece.length
+        self._credited = max(self._credited, landed)
+
+    def _room(self) -> tuple[int, int]:
+        end, room = super()._room()
+        ahead = self._credited_bytes + CREDIT_BYTES - self._posted_bytes
+        return min(end, self._credited + CREDIT_PIECES), min(room, ahead)
 
 
 class Receive(Transfer):
-    """Stays within the window by what has landed, tells it, and waits at the end for the sender's word."""
+    """Tells what has landed, and waits at the end for the sender's word."""
 
     __slots__ = ("_confirmed", "_told", "_told_bytes")
 
@@ -174,16 +188,15 @@ class Receive(Transfer):
         self.error = self.error or error
 
     def credit_due(self) -> bool:
-        """Half a window has landed since this was True before, and the sender has more to send."""
-        pieces, length = self.landed - self._told, self._free_bytes - self._told_bytes
-        if self.landed == len(self._pieces) or (pieces < WINDOW_PIECES // 2 and length < WINDOW_BYTES // 2):
+        """Enough has landed since this was True before, and the sender has more to send."""
+        if self.landed == len(self._pieces) or not self._is_worth_telling():
             return False
-        self._told, self._told_bytes = self.landed, self._free_bytes
+        self._told, self._told_bytes = self.landed, self._landed_bytes
         return True
 
-    def _collect(self) -> None:
-        super()._collect()
-        self._set_free(self.landed)
+    def _is_worth_telling(self) -> bool:
+        pieces, length = self.landed - self._told, self._landed_bytes - self._told_bytes
+        return pieces >= CREDIT_PIECES // CREDIT_NOTES or length >= CREDIT_BYTES // CREDIT_NOTES
 
 
 def _typed(error: UCXError) -> TransferError:
