@@ -50,9 +50,17 @@ class MemoryFabric:
     def release(self) -> None:
         with self._lock:
             self._allowance = None
+        self._poke_all()
+
+    def _poke_all(self) -> None:
+        with self._lock:
             transports = list(self._transports.values())
         for transport in transports:
             transport.poke()
+
+    def holds(self, address: bytes) -> bool:
+        with self._lock:
+            return address in self._transports
 
     def join(self, transport: "MemoryTransport") -> bytes:
         """The transport's address in the fabric."""
@@ -65,6 +73,7 @@ class MemoryFabric:
     def leave(self, address: bytes) -> None:
         with self._lock:
             self._transports.pop(address, None)
+        self._poke_all()
 
     def open(self, owner: bytes, peer: bytes) -> int:
         """A new number for what `owner` takes from `peer`."""
@@ -74,8 +83,7 @@ class MemoryFabric:
             return self._last_number
 
     def poke(self, address: bytes) -> None:
-        with self._lock:
-            transport = self._transports.get(address)
+        transport = self._transports.get(address)
         if transport is not None:
             transport.poke()
 
@@ -305,8 +313,10 @@ class MemoryTransport:
 
     def _flush(self) -> None:
         """Pass on what waited for peers that have connected to us by now."""
-        for peer in self._peers.values():
-            if peer.waiting and (reached := self._fabric.reach(peer.address, self._address)) is not None:
+        for peer in list(self._peers.values()):
+            if (peer.receives or peer.sends) and not self._fabric.holds(peer.address):
+                self._lose(peer.name, f"{peer.name} has closed")
+            elif peer.waiting and (reached := self._fabric.reach(peer.address, self._address)) is not None:
                 while peer.waiting:
                     peer.waiting.popleft()(*reached)
 

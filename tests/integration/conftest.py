@@ -1,10 +1,11 @@
-"""The real model and real servers, shared by the tests that use them."""
+"""The real model, real servers and real nodes, shared by the tests that use them."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from reference import answers, prompts
+from remote_nodes import RemoteNode, StartNode, StartPair, join
 from served import Served, serve
 from torch_threads import one_thread
 
@@ -44,3 +45,29 @@ def pair(server_home: Path) -> Iterator[Served]:
     """One prefill and one decode node, fp32, destination first."""
     with serve(server_home, {"dtype": "fp32"}) as served:
         yield served
+
+
+@pytest.fixture
+def start_node() -> Iterator[StartNode]:
+    """Starts a node in a process of its own: name, seed of its pool (0: zeros), the user's UCX settings."""
+    nodes: list[RemoteNode] = []
+
+    def start(name: str, seed: int = 0, environ: dict[str, str] | None = None) -> RemoteNode:
+        nodes.append(RemoteNode(name, seed, environ or {}))
+        return nodes[-1]
+
+    yield start
+    for node in nodes:
+        node.end()
+
+
+@pytest.fixture
+def start_pair(start_node: StartNode) -> StartPair:
+    """Starts (source, destination) in processes of their own, joined, with these UCX settings of the user's."""
+
+    def start(environ: dict[str, str]) -> tuple[RemoteNode, RemoteNode]:
+        source, destination = start_node("source", 1, environ), start_node("destination", 0, environ)
+        join(source, destination)
+        return source, destination
+
+    return start

@@ -49,7 +49,7 @@ def test_memory_that_ucx_lets_go_of_late(
     pair: tuple[UcxTransport, UcxTransport], end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With no time to wait for UCX, the callbacks come later, and once."""
-    monkeypatch.setattr(ucx_worker, "QUIET_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(ucx_worker, "CLOSE_QUIET_S", 0.0)
     left, right = pair
     outcomes: Outcomes = queue.SimpleQueue()
     for channel in range(8):

@@ -60,6 +60,9 @@ class Node:
             self._changed.wait_for(lambda: len(self.messages) >= count, timeout_s)
             return list(self.messages)
 
+    def do_fill(self, value: int) -> None:
+        self.pool[:] = value
+
     def do_digest(self, length: int) -> str:
         return hashlib.sha256(self.pool[:length].tobytes()).hexdigest()
 

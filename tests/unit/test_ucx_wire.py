@@ -15,10 +15,14 @@ from handoff.transports.ucx_wire import (
     Address,
     Heed,
     Hello,
+    Note,
     Pairing,
+    Tell,
     is_newer,
+    is_note,
     message_tag,
     next_number,
+    note_tag,
     number_of,
     piece_tag,
 )
@@ -31,13 +35,16 @@ def test_tags_keep_kinds_numbers_and_channels_apart() -> None:
     numbers, channels = (1, 2, LAST_NUMBER), (0, 1, 2**32 - 1)
     pieces = {piece_tag(number, channel) for number in numbers for channel in channels}
     messages = {message_tag(number) for number in numbers}
+    notes = {note_tag(number) for number in numbers}
     assert len(pieces) == 9
-    assert not pieces & messages
-    assert HELLO_TAG not in pieces | messages
+    assert len(pieces | messages | notes | {HELLO_TAG}) == 9 + 3 + 3 + 1
+    assert all(is_note(tag) for tag in notes)
+    assert not any(is_note(tag) for tag in messages)
     assert all(tag & FRAME_BIT == 0 for tag in pieces)
-    assert all(tag & FRAME_BIT for tag in messages | {HELLO_TAG})
+    assert all(tag & FRAME_BIT for tag in messages | notes | {HELLO_TAG})
     assert [number_of(piece_tag(number, 2**32 - 1)) for number in numbers] == list(numbers)
     assert [number_of(message_tag(number)) for number in numbers] == list(numbers)
+    assert [number_of(note_tag(number)) for number in numbers] == list(numbers)
 
 
 def test_numbers_start_again_after_the_last_and_are_never_zero() -> None:
@@ -66,6 +73,17 @@ def test_what_is_no_address_is_refused(data: bytes) -> None:
 def test_what_is_no_hello_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="not a hello"):
         Hello.unpack(data)
+
+
+def test_notes_come_back() -> None:
+    for note in (Note(Tell.PING), Note(Tell.LANDED, 2**32 - 1, 2**63), Note(Tell.SENT, 5)):
+        assert Note.unpack(note.pack()) == note
+
+
+@pytest.mark.parametrize("data", [b"", Note(Tell.PING).pack() + b"x", b"\xff" + Note(Tell.PING).pack()[1:]])
+def test_what_is_no_note_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"not a note|not a valid Tell"):
+        Note.unpack(data)
 
 
 def settle(left: Pairing, right: Pairing, rng: random.Random) -> list[Heed]:
