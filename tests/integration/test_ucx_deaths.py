@@ -69,14 +69,15 @@ def test_a_peer_that_dies_is_given_up_in_time(
 def test_a_destination_that_slept_too_long_gets_no_success(start_pair: StartPair, environ: dict[str, str]) -> None:
     """Its source has given it up and uses the memory for something else, which must not pass for what was sent."""
     source, destination = start_pair(environ)
+    move_whole_pool(source, destination)  # Every lane is set up, so what is announced waits at the destination.
     part = {"count": 4, "length": 1 << 20}
-    destination.do("post", way="receive", peer="source", channel=1, **part)
+    destination.do("post", way="receive", peer="source", channel=2, **part)
     destination.process.send_signal(signal.SIGSTOP)
-    source.do("post", way="send", peer="destination", channel=1, **part)
-    assert source.do("outcomes", count=1, timeout_s=OUTCOME_TIMEOUT_S) == ["PeerLost"]
+    source.do("post", way="send", peer="destination", channel=2, **part)
+    assert source.do("outcomes", count=2, timeout_s=OUTCOME_TIMEOUT_S)[1] == "PeerLost"
     source.do("fill", value=0)
     destination.process.send_signal(signal.SIGCONT)
-    assert destination.do("outcomes", count=1, timeout_s=OUTCOME_TIMEOUT_S) == ["PeerLost"]
+    assert destination.do("outcomes", count=2, timeout_s=OUTCOME_TIMEOUT_S)[1] == "PeerLost"
 
 
 @LANES
