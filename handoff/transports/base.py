@@ -6,6 +6,10 @@ posted operation, whatever happens: that is how each side knows by itself that i
 
 A posted receive writes into the pool until its callback has run. After `disconnect(peer)` every pending operation
 with that peer ends with PeerLost, and nothing of that peer touches the pool any more.
+
+The same happens without a `disconnect` to a peer that dies, stops or closes while operations with it are pending: the
+transport notices it by itself, within a bound (`liveness.PEER_SILENCE_S` between processes). A receive succeeds only
+if the sender kept its bytes in place to the end. Long operations share the way with those posted behind them.
 """
 
 from collections.abc import Callable, Sequence
