@@ -17,7 +17,7 @@ from rich.console import Console
 
 from cluster.client import Answer, ApiFailed, Client
 from cluster.errors import LaunchFailed
-from cluster.running import NoServer, announce, find, withdraw
+from cluster.running import NoServer, announce, find, find_any, withdraw
 from cluster.settings import Settings, SettingsError, load_settings
 from cluster.status_view import status_view
 from cluster.story_view import story_lines
@@ -118,6 +118,27 @@ def status(url: UrlOption = None, as_json: Annotated[bool, typer.Option("--json"
         out.print_json(json.dumps(document))
     else:
         out.print(status_view(document))
+
+
+@app.command()
+def doctor(url: UrlOption = None, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Say what breaks or slows serving, on this machine and between the nodes of a running server.
+
+    Exit status 0: all fine. 1: something breaks or slows serving. 2: the doctor itself could not run.
+    """
+    from cluster.doctor.examine import examine
+    from cluster.doctor.view import report_json, report_view
+
+    try:
+        report = examine(url or find_any(_home()), os.environ)
+    except Exception as error:
+        err.print(f"prelay: the doctor could not run: {error!r}", style="red", markup=False, highlight=False)
+        raise typer.Exit(2) from None
+    if as_json:
+        out.print_json(json.dumps(report_json(report)))
+    else:
+        out.print(report_view(report))
+    raise typer.Exit(report.exit_status)
 
 
 @app.command()

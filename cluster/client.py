@@ -36,10 +36,10 @@ class Answer:
 
 
 class Client:
-    """url: the server's address, without /v1. Use as a context manager."""
+    """url: the server's address, without /v1. read_timeout_s: of each answer. Use as a context manager."""
 
-    def __init__(self, url: str) -> None:
-        timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+    def __init__(self, url: str, read_timeout_s: float = READ_TIMEOUT_S) -> None:
+        timeout = httpx.Timeout(read_timeout_s, connect=CONNECT_TIMEOUT_S)
         self._http = httpx.Client(base_url=url.rstrip("/"), timeout=timeout, trust_env=False)
 
     def __enter__(self) -> "Client":

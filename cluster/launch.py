@@ -16,6 +16,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from cluster.api_actor import ApiActor
 from cluster.coordinator_actor import CoordinatorActor
+from cluster.environment import ENVIRONMENT
 from cluster.errors import LaunchFailed
 from cluster.settings import PoolSettings, Settings
 from decode_node.actor import DecodeActor
@@ -36,12 +37,6 @@ STOP_TIMEOUT_S = 3.0
 RESERVED_CALLS = 1000
 """Calls to the coordinator beside those that serve requests: reports, cancels, status."""
 LOOPBACK = "127.0.0.1"
-
-_ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # The node processes inherit this: UCX's TCP lane must not listen on the outward interfaces.
-    "UCX_NET_DEVICES": "lo",
-}
 
 # An idle cluster should cost next to nothing: these periodic jobs of Ray's serve its dashboard and its schedulers
 # of many tasks, neither of which is used here.
@@ -94,7 +89,7 @@ def launch(settings: Settings, model: ModelFolder, progress: Progress) -> Cluste
 
 def start_ray(settings: Settings) -> None:
     """An embedded Ray that listens on loopback only and sends no usage report."""
-    for name, value in _ENVIRONMENT.items():
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     with _signal_handlers_kept(), _embedded_ray():
         ray.init(

@@ -41,6 +41,14 @@ def find(home: Path) -> str:
     raise NoServer("no running server found: start one with `prelay serve`, or name it with --url")
 
 
+def find_any(home: Path) -> str | None:
+    """As `find`; None if there is no running server."""
+    try:
+        return find(home)
+    except NoServer:
+        return None
+
+
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)

@@ -8,6 +8,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import Any, ClassVar, Generic, TypeVar
 
 import structlog
@@ -195,6 +196,7 @@ class Node(ABC, Generic[S]):
             "node": self._node,
             "role": self.role,
             "incarnation": self._incarnation,
+            "compatibility": asdict(self._exchange.info.compatibility),
             **node_status(self._scheduler, self._loop.counters, self._facts, self._exchange.links()),
         }
 

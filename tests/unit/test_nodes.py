@@ -7,16 +7,19 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import structlog
+from doctor_facts import COMPATIBILITY
 from gate import Gate
 from kv_machine import KvMachine, expected_output
 from scheduler_drive import BLOCK_SIZE, decode_scheduler, handoff, prefill_scheduler, request
 
 from decode_node.node import DecodeNode
+from handoff.compatibility import Compatibility
 from handoff.node import Node
 from handoff.report import NodeReport
 from handoff.timeline import KEPT, Timeline
 from handoff.transfer_ends import Broken, Landed, TransferEnd
 from handoff.transfer_out import Progress
+from handoff.wiring import PeerInfo
 from prefill_node.node import PrefillNode
 from scheduler.batching import BatchLimits
 from scheduler.commands import (
@@ -45,6 +48,8 @@ X, Y = handoff("x"), handoff("y")
 
 class RecordingExchange:
     """Notes what a node asks of it; the test ends transfers by `report`."""
+
+    info = PeerInfo(P, 1, b"", COMPATIBILITY)
 
     def __init__(self, log: list[str], report: Callable[[TransferEnd], None]) -> None:
         self.report = report
@@ -353,6 +358,7 @@ def test_the_status_has_every_number_that_operators_look_at() -> None:
     assert status["requests"] == {"waiting": 0, "running": 0, "preempted": 0, "spilled": 0}
     assert status["work"]["decodes"] == {"count": 0, "sum": 0, "variance": 0.0}
     assert (status["kv_usage"], status["prefix_blocks"]) == (2 / 16, 1)
+    assert Compatibility(**status["compatibility"]) == COMPATIBILITY
     counters = status["counters"]
     assert counters["prompt_tokens"] == counters["computed_tokens"] == 6
     for name in (

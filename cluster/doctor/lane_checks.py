@@ -1,0 +1,59 @@
+"""The lane between two processes of this machine, and how fast it is beside memcpy."""
+
+from cluster.doctor.finding import Finding, Level
+from handoff.transports.ucx_probe import Probe, Rate
+
+LEAST_SHARE = {2 << 20: 0.3, 64 << 10: 0.12}
+"""Of memcpy's speed, by block length. Shared memory with CMA reaches 0.5 to 1.0 and 0.22 to 0.6; TCP 0.1 and 0.08."""
+UNKNOWN_LEAST_SHARE = 0.12
+
+
+def check_probe(probe: Probe) -> list[Finding]:
+    """probe: what two processes measured."""
+    findings = [_lane(probe), *(_speed(rate, probe.lane) for rate in probe.rates)]
+    if not probe.intact:
+        what = "The bytes that arrived are not those that were sent."
+        findings.append(Finding(Level.BROKEN, "Bytes change on the way", what, "Reinstall UCX; test the memory."))
+    return findings
+
+
+def no_probe(reason: str) -> Finding:
+    """The two processes could not exchange anything."""
+    return Finding(
+        Level.BROKEN,
+        "Two processes can't exchange blocks",
+        f"The trial between two processes of this machine failed: {reason}",
+        "Unset UCX_* variables that you don't need; check that there is free memory and room in /dev/shm.",
+    )
+
+
+def _lane(probe: Probe) -> Finding:
+    if probe.lane == "tcp":
+        what = probe.warning or "Two processes of this machine are joined by TCP, ten times slower than shared memory."
+        todo = (
+            "Let UCX use shared memory: unset UCX_TLS; between containers: --ipc=host --pid=host. Then run this again."
+        )
+        return Finding(Level.SLOW, "Lane between two processes: tcp", what, todo)
+    title = f"Lane between two processes: {probe.lane}"
+    if "cma" not in probe.lane and "xpmem" not in probe.lane:
+        what = "Blocks are copied twice, through a shared segment, since UCX does not use CMA."
+        todo = "See CMA and the settings in this report; give the processes one PID namespace."
+        return Finding(Level.SLOW, title, what, todo)
+    return Finding(Level.OK, title, "The receiver copies blocks straight from the sender's memory.")
+
+
+def _speed(rate: Rate, lane: str) -> Finding:
+    share = rate.ours / rate.memcpy
+    title = f"Speed, {_size(rate.block)} blocks"
+    measured = f"{rate.ours / 1e9:.1f} GB/s, {share:.2f} of memcpy in one process ({rate.memcpy / 1e9:.1f} GB/s)"
+    least = LEAST_SHARE.get(rate.block, UNKNOWN_LEAST_SHARE)
+    if share >= least:
+        return Finding(Level.OK, title, f"{measured}.")
+    todo = "Look for other load on the machine (two free cores are needed), and run this again."
+    if lane == "tcp":
+        todo = "Put the lane right first."
+    return Finding(Level.SLOW, title, f"{measured}; at least {least:.2f} is expected.", todo)
+
+
+def _size(length: int) -> str:
+    return f"{length >> 20} MiB" if length >= 1 << 20 else f"{length >> 10} KiB"
