@@ -17,7 +17,7 @@ from rich.console import Console
 
 from cluster.client import Answer, ApiFailed, Client
 from cluster.errors import LaunchFailed
-from cluster.running import NoServer, announce, find, find_any, withdraw
+from cluster.running import NoServer, announce, environ_of, find, find_any, withdraw
 from cluster.settings import Settings, SettingsError, load_settings
 from cluster.status_view import status_view
 from cluster.story_view import story_lines
@@ -130,7 +130,8 @@ def doctor(url: UrlOption = None, as_json: Annotated[bool, typer.Option("--json"
     from cluster.doctor.view import report_json, report_view
 
     try:
-        report = examine(url or find_any(_home()), os.environ)
+        url = url or find_any(_home())
+        report = examine(url, os.environ, environ_of(_home(), url) if url else {})
     except Exception as error:
         err.print(f"prelay: the doctor could not run: {error!r}", style="red", markup=False, highlight=False)
         raise typer.Exit(2) from None

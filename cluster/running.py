@@ -49,6 +49,22 @@ def find_any(home: Path) -> str | None:
         return None
 
 
+def environ_of(home: Path, url: str) -> dict[str, str]:
+    """What the server at `url` was started with; empty if it is not of this machine and user, or not known."""
+    for path in _folder(home).glob("*.json"):
+        if json.loads(path.read_text())["url"] == url:
+            return _environ(int(path.stem))
+    return {}
+
+
+def _environ(pid: int) -> dict[str, str]:
+    try:
+        text = Path(f"/proc/{pid}/environ").read_text(errors="replace")
+    except OSError:
+        return {}
+    return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
+
+
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)

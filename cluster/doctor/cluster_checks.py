@@ -1,11 +1,15 @@
 """The nodes of a running server, and each pair of a prefill and a decode node."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 from cluster.doctor.finding import Finding, Level
+from cluster.doctor.ucx_settings_checks import check_settings
 from handoff.compatibility import Compatibility
+
+_RESTART = "Then restart the server."
 
 Node = Mapping[str, Any]
 Status = Mapping[str, Any]
@@ -18,6 +22,17 @@ def check_cluster(status: Status) -> list[Finding]:
     missing = [_missing_role(role) for role in status["missing_roles"]]
     silent = [_silent(node) for node in nodes if "role" not in node]
     return [*missing, *silent, *([_answer(answering)] if answering else []), *_pairs(answering)]
+
+
+def check_server_settings(environ: Mapping[str, str]) -> list[Finding]:
+    """environ: what the server was started with, which may not be what the doctor was."""
+    return [
+        replace(
+            finding, title=f"Settings of the server: {finding.title}", what_to_do=f"{finding.what_to_do} {_RESTART}"
+        )
+        for finding in check_settings(environ)
+        if finding.is_bad
+    ]
 
 
 def no_status(url: str, reason: str) -> Finding:
@@ -59,7 +74,7 @@ def _silent(node: Node) -> Finding:
 
 
 def _answer(nodes: list[Node]) -> Finding:
-    return Finding(Level.OK, "Nodes", f"{', '.join(node['node'] for node in nodes)} answer.")
+    return Finding(Level.OK, "Nodes that answer", f"{', '.join(node['node'] for node in nodes)}.")
 
 
 def _pairs(nodes: list[Node]) -> list[Finding]:

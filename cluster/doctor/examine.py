@@ -6,7 +6,7 @@ from typing import Any
 
 from cluster.client import ApiFailed, Client
 from cluster.doctor.children import NoAnswer, ask, ask_probe
-from cluster.doctor.cluster_checks import check_cluster, largest_pool, no_server, no_status
+from cluster.doctor.cluster_checks import check_cluster, check_server_settings, largest_pool, no_server, no_status
 from cluster.doctor.cuda_checks import check_cuda
 from cluster.doctor.cuda_facts import CudaFacts
 from cluster.doctor.finding import Finding, Report, Section
@@ -27,8 +27,11 @@ STATUS_TIMEOUT_S = 15.0
 """More than the coordinator waits for a silent node."""
 
 
-def examine(url: str | None, environ: Mapping[str, str]) -> Report:
-    """url: of a running server; None checks this machine alone. environ: what nodes would be started with."""
+def examine(url: str | None, environ: Mapping[str, str], server_environ: Mapping[str, str]) -> Report:
+    """url: of a running server; None checks this machine alone.
+
+    environ: what nodes would be started with. server_environ: what the running server was; empty if unknown.
+    """
     status, cluster_findings = _read_status(url)
     machine = read_machine_facts()
     versions = read_versions()
@@ -45,7 +48,7 @@ def examine(url: str | None, environ: Mapping[str, str]) -> Report:
             Section("Between two processes of this machine", tuple(probe_findings)),
             Section("Machine", tuple(check_machine(machine, pool_bytes, probe.cma_error if probe else None))),
             Section("GPU", tuple(check_cuda(cuda, versions["torch"], machine.rdma_devices, machine.peer_memory))),
-            Section("Running server", tuple(cluster_findings)),
+            Section("Running server", (*cluster_findings, *check_server_settings(server_environ))),
             Section("Software", (check_versions({**versions, **more}),)),
         ),
         {"versions": {**versions, **more}, **_plain(ucx=ucx, machine=machine, cuda=cuda, probe=probe)},

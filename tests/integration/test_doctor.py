@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,18 @@ def test_a_server_that_does_not_answer_is_a_finding(tmp_path: Path) -> None:
     assert findings(json.loads(text))["The server does not answer"]["level"] == "broken"
 
 
+def test_the_settings_of_the_server_are_checked_and_not_the_doctor_s_alone(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={"UCX_TLS": "tcp"}) as server:
+        (tmp_path / "run" / f"{server.pid}.json").write_text(json.dumps({"url": "http://127.0.0.1:1"}))
+        status, text = doctor(tmp_path, "--json")
+        server.communicate(b"\n")
+    found = findings(json.loads(text))
+    assert status == 1
+    assert found["Settings of the server: Shared memory is left out"]["level"] == "slow"
+    assert found["Settings of yours"]["level"] == "ok"
+
+
 def test_a_doctor_that_can_not_run_says_so(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / f"{os.getpid()}.json").write_text("not JSON")
@@ -101,7 +114,7 @@ def test_the_pair_of_a_running_server(pair: Served) -> None:
     _, text = doctor(pair.home, "--json")
     seconds = time.monotonic() - started
     found = findings(json.loads(text))
-    assert found["Nodes"]["what"] == "prefill-0, decode-0 answer."
+    assert found["Nodes that answer"]["what"] == "prefill-0, decode-0."
     assert found["prefill-0 -> decode-0: shm+cma"]["level"] == "ok"
     assert "No running server" not in found
     assert seconds < LONGEST_S

@@ -6,7 +6,7 @@ import pytest
 from doctor_facts import levels, node, only_bad
 from rich.console import Console
 
-from cluster.doctor.cluster_checks import check_cluster, largest_pool, no_server, no_status
+from cluster.doctor.cluster_checks import check_cluster, check_server_settings, largest_pool, no_server, no_status
 from cluster.doctor.finding import Finding, Level, Report, Section
 from cluster.doctor.view import report_json, report_view
 
@@ -24,7 +24,7 @@ def status(*changed: dict[str, Any], missing: tuple[str, ...] = ()) -> dict[str,
 def test_nodes_that_are_joined_well() -> None:
     findings = check_cluster(status())
     assert levels(findings) == {Level.OK}
-    assert findings[0].what == "prefill-0, decode-0 answer."
+    assert findings[0].what == "prefill-0, decode-0."
     assert findings[1].title == "prefill-0 -> decode-0: shm+cma"
 
 
@@ -75,6 +75,14 @@ def test_nodes_that_are_lost_or_silent() -> None:
 def test_a_server_that_does_not_answer_and_none_at_all() -> None:
     assert only_bad([no_status("http://127.0.0.1:1", "connection refused")]).level is Level.BROKEN
     assert no_server().level is Level.NOTE
+
+
+def test_settings_that_the_server_was_started_with() -> None:
+    assert check_server_settings({}) == []
+    assert check_server_settings({"UCX_TLS": "all"}) == []
+    finding = only_bad(check_server_settings({"UCX_TLS": "tcp"}))
+    assert finding.title == "Settings of the server: Shared memory is left out"
+    assert finding.what_to_do == "Unset UCX_TLS, or add shm to it. Then restart the server."
 
 
 def test_the_largest_pool() -> None:
