@@ -13,7 +13,7 @@ import multiprocessing as mp
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any, TypeAlias
@@ -161,12 +161,12 @@ def idle_share() -> float:
 class Raw:
     """ucxx as it is, with our settings: every block posted at once, then progress until all are done."""
 
-    def __init__(self, pipe: Connection, value: int) -> None:
+    def __init__(self, pipe: Connection, pool: Bytes) -> None:
         prepare_ucx()
         import ucxx._lib.libucxx as ucx
         from ucxx._lib.arr import Array
 
-        self._ucx, self._array, self._pool = ucx, Array, fresh_pool(value)
+        self._ucx, self._array, self._pool = ucx, Array, pool
         self._worker = ucx.UCXWorker(ucx.UCXContext())
         pipe.send(self._worker.address.tobytes())
         remote = ucx.UCXAddress.create_from_buffer(pipe.recv())
@@ -191,9 +191,9 @@ def start_python_loop() -> None:
     threading.Thread(target=spin, daemon=True).start()
 
 
-def run_source(pipe: Connection, busy: bool) -> None:
+def run_source(busy: bool, pipe: Connection) -> None:
     """Sends what the destination asks for, a pair (who, what), until None comes."""
-    ours, raw = Endpoint("source", "destination", pipe, 1), Raw(pipe, 1)
+    ours, raw = Endpoint("source", "destination", pipe, 1), Raw(pipe, fresh_pool(1))
     ours.echo()
     if busy:
         start_python_loop()
@@ -206,8 +206,8 @@ def run_source(pipe: Connection, busy: bool) -> None:
     ours.transport.close()
 
 
-def run_destination(pipe: Connection, busy: bool, results: Any) -> None:
-    ours, raw, memcpy = Endpoint("destination", "source", pipe, 2), Raw(pipe, 2), Memcpy()
+def run_destination(busy: bool, pipe: Connection) -> Any:
+    ours, raw, memcpy = Endpoint("destination", "source", pipe, 2), Raw(pipe, fresh_pool(2)), Memcpy()
     if busy:
         start_python_loop()
 
@@ -223,9 +223,10 @@ def run_destination(pipe: Connection, busy: bool, results: Any) -> None:
         pieces_of(shape)
         rounds = [one_round(shape) for _ in range(ROUNDS)]
         rates[shape] = tuple(rate(shape, list(column)) for column in zip(*rounds, strict=True))
-    results.put((rates, figures(ours, pipe)))
+    others = figures(ours, pipe)
     pipe.send(None)
     ours.transport.close()
+    return rates, others
 
 
 def figures(ours: Endpoint, pipe: Connection) -> dict[str, str]:
@@ -243,14 +244,18 @@ def figures(ours: Endpoint, pipe: Connection) -> dict[str, str]:
     }
 
 
-def run_pair(busy: bool) -> Any:
+def _answer(destination: Callable[[Connection], Any], pipe: Connection, results: Any) -> None:
+    results.put(destination(pipe))
+
+
+def run_pair(source: Callable[[Connection], None], destination: Callable[[Connection], Any]) -> Any:
     """Run source and destination in processes of their own; the destination's result."""
     spawn = mp.get_context("spawn")
     left, right = spawn.Pipe()
     results = spawn.SimpleQueue()
     processes = [
-        spawn.Process(target=run_source, args=(left, busy), daemon=True),
-        spawn.Process(target=run_destination, args=(right, busy, results), daemon=True),
+        spawn.Process(target=source, args=(left,), daemon=True),
+        spawn.Process(target=_answer, args=(destination, right, results), daemon=True),
     ]
     for process in processes:
         process.start()
@@ -263,7 +268,8 @@ def run_pair(busy: bool) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--busy", action="store_true", help="run a Python loop in both processes")
-    rates, others = run_pair(parser.parse_args().busy)
+    busy = parser.parse_args().busy
+    rates, others = run_pair(partial(run_source, busy), partial(run_destination, busy))
     print(f"GB/s, median of {ROUNDS} rounds of {BYTES_PER_ROUND >> 20} MiB: two processes, one host")
     print(f"{'block':>8} {'':>10} {'ours':>7} {'raw ucxx':>9} {'memcpy':>7} {'ours/raw':>9} {'ours/memcpy':>12}")
     for (block, layout), (ours, raw, copied) in rates.items():

@@ -15,6 +15,7 @@ from urllib.parse import quote
 import typer
 from rich.console import Console
 
+from cluster.bench_cli import bench
 from cluster.client import Answer, ApiFailed, Client
 from cluster.errors import LaunchFailed
 from cluster.running import NoServer, announce, environ_of, find, find_any, withdraw
@@ -32,6 +33,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench, name="bench")
 out = Console()
 err = Console(stderr=True)
 

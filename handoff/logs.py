@@ -1,5 +1,6 @@
 """Structured logs of our processes: one JSON object a line on stderr, which Ray keeps in its session's log folder."""
 
+import logging
 import sys
 from collections.abc import MutableMapping
 from typing import Any
@@ -25,4 +26,12 @@ def configure_logs(process: str) -> None:
         ],
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
+    )
+
+
+def quiet_logs() -> None:
+    """For programs whose output is for people: warnings and errors only, on stderr."""
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )

@@ -1,0 +1,1 @@
+"""Handoffs without a model: real nodes, schedulers, exchanges and transports around a device that computes nothing."""
