@@ -1,6 +1,13 @@
-"""From block tables to pieces: neighbours that are neighbours on both sides travel as one message."""
+"""From block tables to pieces: neighbours that are neighbours on both sides travel as one message.
+
+Blocks are paired first and looked at in the order of the source's pool, so it doesn't matter where in the two tables
+they stand: a pool hands out the blocks of the last sequence from its end to its beginning.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from handoff.transports.base import Piece
 
@@ -8,26 +15,53 @@ MAX_PIECE_BYTES = 8 << 20
 """Bounds how long one message occupies a lane."""
 
 
-def coalesce(source: Sequence[int], destination: Sequence[int], block_bytes: int) -> tuple[list[Piece], list[Piece]]:
-    """Pair the i-th source block with the i-th destination block; the two lists have equal lengths, piece by piece.
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Runs of neighbouring blocks, by their first block on either side and their lengths, all in bytes."""
 
-    Both sides compute this from the same two tables, so they agree without another message.
+    sources: list[int]
+    destinations: list[int]
+    lengths: list[int]
+
+    @property
+    def sends(self) -> list[Piece]:
+        """What the source posts: equal to `receives` in number and lengths."""
+        return [Piece(offset, length) for offset, length in zip(self.sources, self.lengths, strict=True)]
+
+    @property
+    def receives(self) -> list[Piece]:
+        """What the destination posts."""
+        return [Piece(offset, length) for offset, length in zip(self.destinations, self.lengths, strict=True)]
+
+
+def coalesce(source: Sequence[int], destination: Sequence[int], block_bytes: int) -> Runs:
+    """Pair the i-th source block with the i-th destination block.
+
+    Both sides compute this from the same two tables, so they agree without another message. Raises ValueError when the
+    tables are of different lengths.
     """
     if len(source) != len(destination):
         raise ValueError(f"{len(source)} source blocks can't fill {len(destination)} destination blocks")
-    longest = max(1, MAX_PIECE_BYTES // block_bytes)
-    sends: list[Piece] = []
-    receives: list[Piece] = []
-    start = 0
-    for end in range(1, len(source) + 1):
-        if end < len(source) and end - start < longest and _is_next(source, end) and _is_next(destination, end):
-            continue
-        length = (end - start) * block_bytes
-        sends.append(Piece(source[start] * block_bytes, length))
-        receives.append(Piece(destination[start] * block_bytes, length))
-        start = end
-    return sends, receives
+    sources, destinations = np.asarray(source, np.int64), np.asarray(destination, np.int64)
+    order = np.argsort(sources)
+    sources, destinations = sources[order], destinations[order]
+    starts = _run_starts(sources, destinations, max(1, MAX_PIECE_BYTES // block_bytes))
+    counts = np.diff(starts, append=len(sources))
+    return Runs(
+        (sources[starts] * block_bytes).tolist(),
+        (destinations[starts] * block_bytes).tolist(),
+        (counts * block_bytes).tolist(),
+    )
 
 
-def _is_next(blocks: Sequence[int], index: int) -> bool:
-    return blocks[index] == blocks[index - 1] + 1
+def _run_starts(
+    sources: "np.ndarray[tuple[int], np.dtype[np.int64]]",
+    destinations: "np.ndarray[tuple[int], np.dtype[np.int64]]",
+    longest: int,
+) -> "np.ndarray[tuple[int], np.dtype[np.intp]]":
+    """Where runs of at most `longest` blocks begin."""
+    places = np.arange(len(sources))
+    breaks = np.ones(len(sources), np.bool_)
+    breaks[1:] = (np.diff(sources) != 1) | (np.diff(destinations) != 1)
+    place_in_run = places - np.maximum.accumulate(np.where(breaks, places, 0))
+    return np.flatnonzero(place_in_run % longest == 0)

@@ -125,7 +125,7 @@ class Receiver:
         segment = arrival.segment
         first = segment.first_block
         into = arrival.incoming.expected.blocks[first : first + len(segment.blocks)]
-        _, pieces = coalesce(segment.blocks, into, self._wiring.layout.block_bytes)
+        pieces = coalesce(segment.blocks, into, self._wiring.layout.block_bytes).receives
 
         def landed(error: TransferError | None) -> None:
             arrival.done(error or arrival.verify(self._wiring, self._wiring.layout.block_bytes, into))

@@ -83,7 +83,7 @@ class Sender:
 
     def _send_segment(self, key: Key, out: Outgoing, cut: Cut) -> None:
         into = range(len(cut.blocks)) if cut.into is None else cut.into
-        pieces, _ = coalesce(cut.blocks, into, self._wiring.layout.block_bytes)
+        pieces = coalesce(cut.blocks, into, self._wiring.layout.block_bytes).sends
         slot_pieces = self._wiring.slot_pieces(cut.slot) if cut.record is not None else []
         segment = Segment(
             handoff_id=key[0],

@@ -16,8 +16,8 @@ class Spec:
     """One run: `handoffs` times `blocks` blocks of `block_bytes`, `parallel` at a time, after some that don't count.
 
     layout: contiguous blocks are neighbours on both sides; scattered ones lie where chance has put them.
-    transport: between two processes (ucx) or inside this one (memory). checked: handoffs after those that count, whose bytes
-    are compared.
+    transport: between two processes (ucx) or inside this one (memory). checked: handoffs after those that count, whose
+    bytes are compared.
     """
 
     blocks: int = 256

@@ -13,8 +13,8 @@ def pieces_of_pool(route: Route, blocks: Sequence[int], staging: int) -> tuple[l
 
     blocks: ids at the source, of one window. staging: where the area begins in the destination's registered memory.
     """
-    sends, receives = coalesce(blocks, range(len(blocks)), route.staged_block_bytes)
-    return sends, [replace(piece, offset=piece.offset + staging) for piece in receives]
+    runs = coalesce(blocks, range(len(blocks)), route.staged_block_bytes)
+    return runs.sends, [replace(piece, offset=piece.offset + staging) for piece in runs.receives]
 
 
 def pieces_of_staging(route: Route, blocks: int, staging: int) -> list[Piece]:

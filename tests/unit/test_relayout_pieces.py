@@ -14,8 +14,8 @@ def test_neighbours_in_the_pool_travel_as_one_piece_into_the_staging_area() -> N
     size = route.staged_block_bytes
     assert size == ONE.block_bytes
     assert pieces_of_pool(route, [7, 8, 3], staging=4096) == (
-        [Piece(7 * size, 2 * size), Piece(3 * size, size)],
-        [Piece(4096, 2 * size), Piece(4096 + 2 * size, size)],
+        [Piece(3 * size, size), Piece(7 * size, 2 * size)],
+        [Piece(4096 + 2 * size, size), Piece(4096, 2 * size)],
     )
 
 
