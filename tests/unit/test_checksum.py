@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from handoff.checksum import LINE_BYTES, MIN_SAMPLES, SAMPLE_BYTES, SMALL_BYTES, Checksums, ContentHash
+from handoff.checksum import LINE_BYTES, SAMPLE_BYTES, SMALL_BYTES, Checksums, ContentHash
 
 BLOCK_BYTES = 2 * SAMPLE_BYTES
 BLOCKS = 6
@@ -59,14 +59,14 @@ def test_full_sees_every_byte() -> None:
         content[2 * BLOCK_BYTES + place] ^= 1
 
 
-def test_a_sample_has_one_line_in_so_many_bytes_and_two_of_a_block_at_least() -> None:
-    assert seen(SMALL_BYTES, 3) == [MIN_SAMPLES] * 3
+def test_a_sample_has_one_line_in_so_many_bytes_and_one_of_a_block_at_least() -> None:
+    assert seen(SMALL_BYTES, 3) == [1] * 3
     assert seen(4 * SAMPLE_BYTES, 1) == [4]
 
 
 def test_over_many_blocks_every_place_is_looked_at() -> None:
     """As many as there are lines between two samples."""
-    count = SMALL_BYTES // MIN_SAMPLES // LINE_BYTES
+    count = SMALL_BYTES // LINE_BYTES
     content = np.zeros(count * SMALL_BYTES, np.uint8)
     hashed = ContentHash(content, SMALL_BYTES, "sampled")
     before = hashed.of(range(count))
