@@ -40,7 +40,8 @@ class Vitals:
         return cls(
             pages * os.sysconf("SC_PAGE_SIZE"),
             len(list((process / "fd").iterdir())),
-            frozenset(path for path in paths if path.startswith(SHARED)),
+            # UCX removes their names while it uses them, and the kernel says so behind the path.
+            frozenset(path.removesuffix(" (deleted)") for path in paths if path.startswith(SHARED)),
         )
 
 

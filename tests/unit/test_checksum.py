@@ -1,6 +1,9 @@
 """What a checksum over blocks notices, in each mode."""
 
 import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +14,10 @@ BLOCK_BYTES = 2 * SAMPLE_BYTES
 BLOCKS = 6
 
 
+def hasher(content: Any, block_bytes: int, mode: Checksums) -> Callable[..., int]:
+    return partial(ContentHash(content).of, mode, block_bytes)
+
+
 def pool(block_bytes: int = BLOCK_BYTES, blocks: int = BLOCKS) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
     return np.random.default_rng(1).integers(0, 256, blocks * block_bytes, np.uint8)
 
@@ -18,14 +25,14 @@ def pool(block_bytes: int = BLOCK_BYTES, blocks: int = BLOCKS) -> "np.ndarray[tu
 def seen(block_bytes: int, count: int) -> list[int]:
     """Lines of each of `count` blocks whose change is noticed."""
     content = pool(block_bytes, count)
-    hashed = ContentHash(content, block_bytes, "sampled")
+    hashed = hasher(content, block_bytes, "sampled")
     table = list(range(count))
-    before, noticed = hashed.of(table), []
+    before, noticed = hashed(table), []
     for block in table:
         noticed.append(0)
         for start in range(block * block_bytes, (block + 1) * block_bytes, LINE_BYTES):
             content[start] ^= 1
-            noticed[-1] += hashed.of(table) != before
+            noticed[-1] += hashed(table) != before
             content[start] ^= 1
     return noticed
 
@@ -38,24 +45,24 @@ def test_equal_content_in_other_blocks_is_equal(mode: Checksums, block_bytes: in
     for a, b in zip(out, into, strict=True):
         moved = source[a * block_bytes : (a + 1) * block_bytes]
         destination[b * block_bytes : (b + 1) * block_bytes] = moved
-    sent = ContentHash(source, block_bytes, mode)
-    landed = ContentHash(destination, block_bytes, mode)
-    assert sent.of(out) == landed.of(into)
-    assert sent.of(out) != landed.of(into[::-1])
-    assert sent.of(out) != landed.of([*into[:2], 0])
+    sent = hasher(source, block_bytes, mode)
+    landed = hasher(destination, block_bytes, mode)
+    assert sent(out) == landed(into)
+    assert sent(out) != landed(into[::-1])
+    assert sent(out) != landed([*into[:2], 0])
 
 
 def test_off_looks_at_nothing() -> None:
-    assert ContentHash(pool(), BLOCK_BYTES, "off").of([0, 1]) == 0
+    assert hasher(pool(), BLOCK_BYTES, "off")([0, 1]) == 0
 
 
 def test_full_sees_every_byte() -> None:
     content = pool()
-    hashed = ContentHash(content, BLOCK_BYTES, "full")
-    before = hashed.of([2])
+    hashed = hasher(content, BLOCK_BYTES, "full")
+    before = hashed([2])
     for place in random.Random(1).sample(range(BLOCK_BYTES), 20):
         content[2 * BLOCK_BYTES + place] ^= 1
-        assert hashed.of([2]) != before
+        assert hashed([2]) != before
         content[2 * BLOCK_BYTES + place] ^= 1
 
 
@@ -68,12 +75,12 @@ def test_over_many_blocks_every_place_is_looked_at() -> None:
     """As many as there are lines between two samples."""
     count = SMALL_BYTES // LINE_BYTES
     content = np.zeros(count * SMALL_BYTES, np.uint8)
-    hashed = ContentHash(content, SMALL_BYTES, "sampled")
-    before = hashed.of(range(count))
+    hashed = hasher(content, SMALL_BYTES, "sampled")
+    before = hashed(range(count))
     for line in range(SMALL_BYTES // LINE_BYTES):
         places = np.arange(count) * SMALL_BYTES + line * LINE_BYTES
         content[places] = 1
-        assert hashed.of(range(count)) != before, line
+        assert hashed(range(count)) != before, line
         content[places] = 0
 
 
@@ -82,15 +89,22 @@ def test_small_and_odd_blocks_are_seen_in_full() -> None:
     assert seen(small, 2) == [small // LINE_BYTES] * 2
     odd = SMALL_BYTES + 8
     content = pool(odd, 1)
-    hashed = ContentHash(content, odd, "sampled")
-    before = hashed.of([0])
+    hashed = hasher(content, odd, "sampled")
+    before = hashed([0])
     content[odd - 1] ^= 1
-    assert hashed.of([0]) != before
+    assert hashed([0]) != before
 
 
 def test_stretches_are_seen_in_full() -> None:
     content = pool()
-    hashed = ContentHash(content, BLOCK_BYTES, "sampled")
-    before = hashed.of([0], [(BLOCK_BYTES, 100)])
+    hashed = hasher(content, BLOCK_BYTES, "sampled")
+    before = hashed([0], [(BLOCK_BYTES, 100)])
     content[BLOCK_BYTES + 99] ^= 1
-    assert hashed.of([0], [(BLOCK_BYTES, 100)]) != before
+    assert hashed([0], [(BLOCK_BYTES, 100)]) != before
+
+
+def test_blocks_may_begin_anywhere() -> None:
+    content = pool()
+    moved = np.concatenate([np.zeros(LINE_BYTES, np.uint8), content])
+    own = hasher(content, BLOCK_BYTES, "sampled")([3, 1])
+    assert ContentHash(moved).of("sampled", BLOCK_BYTES, [3, 1], origin=LINE_BYTES) == own
