@@ -3,9 +3,11 @@
 Each step leaves its drawn ids in cells on the device, from which the next one may be fed before the host has read them.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import get_native_id
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -15,6 +17,9 @@ from device.copy_lane import CopyLane
 from device.model_runner import ModelRunner, StepInput
 from scheduler.contract import DeviceError, Fault
 
+GIVES_WAY = 10
+LOWEST_PRIORITY = 19
+"""Niceness, as Linux counts it."""
 READBACK_SLOTS = 3
 """Two steps may be in flight while a third is being read."""
 
@@ -78,13 +83,19 @@ class ReadbackRing(Generic[T]):
         self._free.append(place)
 
 
+def _give_way() -> None:
+    """The threads that pass on what was computed go first: each works for microseconds, and a handoff waits for it."""
+    own = os.getpriority(os.PRIO_PROCESS, get_native_id())
+    os.setpriority(os.PRIO_PROCESS, get_native_id(), min(LOWEST_PRIORITY, own + GIVES_WAY))
+
+
 class ThreadQueue:
     """The queue of a device that computes where it is called, a CPU: one thread, which starts with the first step."""
 
     def __init__(self, runner: ModelRunner, lane: CopyLane) -> None:
         self._runner = runner
         self._lane = lane
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="device")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="device", initializer=_give_way)
         self._ring = ReadbackRing(range(READBACK_SLOTS))
         self._cells: Tensor | None = None
         """Touched by steps only, so by the thread only."""

@@ -64,12 +64,13 @@ class Node(ABC, Generic[S]):
             lambda end: self._on_transfer_end(end), lambda name: self._adapters.digests.get(name, "")
         )
         self._adapters = AdapterDesk(scheduler, device)
-        self._loop = StepLoop(scheduler, device, self._on_boundary, clock, node, self._on_launch)
+        self._loop = StepLoop(scheduler, device, self._on_boundary, clock, node, self._on_launch, self._tell)
         self._clock = clock
         self._timeline = Timeline()
         self._loop.ended.add_done_callback(lambda _: self._adapters.close(LoopStopped("the step loop has ended")))
         self._events: list[LifecycleEvent] = []
         self._transfers: list[Landed | Broken] = []
+        self._untold: list[NodeReport] = []
 
     def start(self, pool: object) -> PeerInfo:
         """pool: the KV pool's bytes, see Transport.start. Returns what peers connect to."""
@@ -157,9 +158,7 @@ class Node(ABC, Generic[S]):
         return effects
 
     def _on_boundary(self, effects: BoundaryEffects) -> None:
-        """Outputs are on their way before events are acted upon and told, and those before retirements."""
-        if effects.outputs:
-            self._publish(NodeReport(self._node, self._incarnation, outputs=effects.outputs))
+        """Events are acted upon at once. What is told waits for the launch, in order: outputs, events, retirements."""
         for event in effects.events:
             if isinstance(event, LeaseExpired):
                 log.warning(
@@ -170,13 +169,20 @@ class Node(ABC, Generic[S]):
                     side=event.side.value,
                 )
             self._on_event(event)
+        if effects.outputs:
+            self._untold.append(NodeReport(self._node, self._incarnation, outputs=effects.outputs))
         events, self._events = (*self._events, *effects.events), []
         transfers, self._transfers = tuple(self._transfers), []
         if events or transfers:
-            self._publish(NodeReport(self._node, self._incarnation, events=events, transfers=transfers))
+            self._untold.append(NodeReport(self._node, self._incarnation, events=events, transfers=transfers))
         for request_id in effects.retired:
             self._on_retired(request_id)
         self._adapters.serve()
+
+    def _tell(self) -> None:
+        untold, self._untold = self._untold, []
+        for report in untold:
+            self._publish(report)
 
     def _on_transfer_end(self, end: TransferEnd) -> None:
         """On the transport's thread."""

@@ -4,6 +4,7 @@ The node's own threads never wait here: reports are passed to this event loop, w
 """
 
 import asyncio
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -38,6 +39,9 @@ T = TypeVar("T")
 BOUNDARY_TIMEOUT_S = 60.0
 """Longest wait for a boundary: one step of the largest chunk on a slow machine."""
 STOP_TIMEOUT_S = 2.0
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread that runs Python keeps another one waiting. With Python's own 5 ms the step loop, the transport and
+the event loop wait for each other longer than a handoff takes."""
 ADAPTER_TIMEOUT_S = 600.0
 """Longest wait for a quiet device: all requests that run when an adapter is to be loaded must end first."""
 
@@ -62,6 +66,7 @@ class NodeActor(ABC, Generic[N]):
         self._api, self._coordinator = api, coordinator
         self._event_loop = asyncio.get_running_loop()
         configure_logs(self._config.node)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         node, pool = await asyncio.to_thread(self._build)
         info = await asyncio.to_thread(node.start, pool)
         self._node = node

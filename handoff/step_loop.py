@@ -83,8 +83,10 @@ class StepCounters:
 class StepLoop:
     """Owns the scheduler and the device.
 
-    observe: called on the loop's thread at every boundary, with what becomes visible there. on_launch: with the
-    requests of each step that was launched. clock: seconds, monotonic. settled_at: when the last step was read.
+    observe: called on the loop's thread at every boundary, with what becomes visible there. tell: after it; on a device
+    that computes beside us only when the next steps are launched, so that what others are told costs it no time.
+    on_launch: with the requests of each step that was launched. clock: seconds, monotonic. settled_at: when the last
+    step was read.
     ended: done when the loop is over; `failure` then says why, None for a stop that was asked for.
     """
 
@@ -96,7 +98,9 @@ class StepLoop:
         clock: Callable[[], float],
         name: str,
         on_launch: Callable[[Sequence[RequestId]], None] = lambda request_ids: None,
+        tell: Callable[[], None] = lambda: None,
     ) -> None:
+        self._tell = tell
         self._on_launch = on_launch
         self.settled_at = 0.0
         self._scheduler = scheduler
@@ -159,6 +163,7 @@ class StepLoop:
             self._stopping = True
         finally:
             self._close()
+            self._tell()
             self._tear_down()
             self.ended.set_result(None)
 
@@ -205,8 +210,11 @@ class StepLoop:
 
     def _advance(self) -> bool:
         """Effects and a step, as far as there are any; False if there was nothing to do."""
+        if self._depth == 1:
+            self._tell()
         busy = self._launch_next() if not self._flights else True
         self._launch_ahead()
+        self._tell()
         if self._flights:
             self._finish(self._flights.popleft())
         return busy

@@ -159,7 +159,8 @@ class KvMachine:
         limit = self._depth if isinstance(plan, DecodeFed) else 1
         assert self.steps_in_flight < limit, "a step was launched before the last was settled"
         assert not self.is_torn_down
-        self.gate.enter()
+        if self._depth == 1:
+            self.gate.enter()
         ordinal, self.steps = self.steps, self.steps + 1
         rows = self._fed_rows(plan) if isinstance(plan, DecodeFed) else [_copy(row) for row in plan.rows]
         self._check(plan, rows)
@@ -175,6 +176,8 @@ class KvMachine:
         return ticket
 
     def await_result(self, ticket: Ticket) -> StepResult:
+        if self._depth > 1:
+            self.gate.enter()
         while ticket not in self._done:
             assert self._in_flight, f"ticket {ticket} is not in flight"
             done = self._in_flight.pop(-1 if self._newest_first else 0)

@@ -137,13 +137,13 @@ def landed(name: str, length: int = 6) -> Landed:
     return Landed(handoff(name), 1, first, P, "test", 2, 64, 0.1)
 
 
-def test_an_output_is_told_before_the_hold_is_sent_and_that_before_it_is_told() -> None:
+def test_a_hold_is_sent_first_then_its_output_is_told_and_then_the_hold() -> None:
     bench = Bench()
     with running(bench.prefill()) as node:
         command = SubmitHandoffPrefill(X, request("a", [1, 2]))
         node.submit_prefill(command, D).result(WAIT_S)
         bench.until("tell SourceHeld x")
-    assert bench.log == ["offer x to decode-0", "output a", "complete x", "tell SourceHeld x"]
+    assert bench.log == ["offer x to decode-0", "complete x", "output a", "tell SourceHeld x"]
 
 
 def test_blocks_are_sent_as_chunk_after_chunk_makes_them_final() -> None:
@@ -151,7 +151,7 @@ def test_blocks_are_sent_as_chunk_after_chunk_makes_them_final() -> None:
     with running(bench.prefill(limits=BatchLimits(max_tokens=6, max_sequences=4))) as node:
         node.submit_prefill(SubmitHandoffPrefill(X, request("a", range(15))), D).result(WAIT_S)
         bench.until("tell SourceHeld x")
-    sent = ["advance x to 1", "advance x to 3", "output a", "complete x", "tell SourceHeld x"]
+    sent = ["advance x to 1", "advance x to 3", "complete x", "output a", "tell SourceHeld x"]
     assert bench.log == ["offer x to decode-0", *sent]
 
 
