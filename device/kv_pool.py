@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from device.errors import DeviceSetupError
+from device.host_memory import shared_zeros
 from scheduler.contract import DeviceError, Fault
 
 Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
@@ -78,7 +79,9 @@ class KvPool:
         self.first_staging = aligned(records_end) if staging_bytes else records_end
         self.staging_bytes = staging_bytes
         # Zeros, not whatever was there: a masked position still meets V in 0 * V, and 0 * NaN is NaN.
-        self._memory = torch.zeros(self.first_staging + staging_bytes, dtype=torch.uint8, device=device)
+        size = self.first_staging + staging_bytes
+        on_cpu = device.type == "cpu"
+        self._memory = shared_zeros(size) if on_cpu else torch.zeros(size, dtype=torch.uint8, device=device)
         self._blocks = self._memory[:kv_bytes].view(total_blocks, g.block_bytes)
         self.tensor = self._memory[:kv_bytes].view(g.dtype).view(shape)
         self.slot_memory = self._memory[self._first_slot : records_end].view(slots, slot_bytes)

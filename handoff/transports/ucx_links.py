@@ -53,14 +53,28 @@ def endpoint_transports(endpoint: int) -> list[str]:
 
 
 def lane_name(transports: Sequence[str]) -> str:
-    """One name for what carries bulk bytes: "shm+cma", "shm", "rc_mlx5", "tcp", ...; TCP counts only when alone."""
+    """UCX's way for bulk bytes: "shm+cma", "shm+bounce", "rc_mlx5", "tcp", ...; TCP counts only when alone.
+
+    shm+bounce: both sides copy, through a buffer in shared memory.
+    """
     names: list[str] = []
     for transport in transports:
         name = "shm" if transport in _SHARED_MEMORY else transport
         if name not in names and name not in _NO_BULK:
             names.append(name)
     fast = [name for name in names if name != "tcp"]
+    if fast == ["shm"]:
+        return "shm+bounce"
     return "+".join(fast or names) or "unknown"
+
+
+def joint_lane(ucx_lane: str, maps: bool, peer_maps: bool) -> str:
+    """What a Link says. maps, peer_maps: we, the peer have mapped the other's pool, so that UCX carries words only."""
+    if maps and peer_maps:
+        return "shm"
+    if maps or peer_maps:
+        return f"shm {'in' if maps else 'out'}, {ucx_lane} {'out' if maps else 'in'}"
+    return ucx_lane
 
 
 def lane_warning(lane: str, same_host: bool, environ: Mapping[str, str]) -> str | None:

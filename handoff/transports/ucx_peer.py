@@ -4,7 +4,7 @@ Everything here runs on the thread that owns the UCX worker.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -16,8 +16,19 @@ from ucxx._lib.libucxx import UCXEndpoint, UCXError, UCXRequest, UCXXTag
 
 from handoff.transports.base import TransferError
 from handoff.transports.liveness import Liveness, Verdict
+from handoff.transports.ucx_shared import SharedLane
 from handoff.transports.ucx_transfer import Receive, Send, Transfer
-from handoff.transports.ucx_wire import Address, Note, Pairing, Tell, is_note, message_tag, note_tag
+from handoff.transports.ucx_wire import (
+    Address,
+    Note,
+    Pairing,
+    Tell,
+    is_note,
+    is_offer,
+    message_tag,
+    note_tag,
+    offer_tag,
+)
 
 log = structlog.get_logger()
 
@@ -32,12 +43,19 @@ class UcxPeer:
     """Made for each `connect`; `pairing` says whether what is sent to it may leave yet."""
 
     def __init__(
-        self, name: str, address: Address, number: int, endpoint: UCXEndpoint, same_host: bool, silence_s: float
+        self,
+        name: str,
+        address: Address,
+        endpoint: UCXEndpoint,
+        shared: SharedLane,
+        same_host: bool,
+        silence_s: float,
     ) -> None:
         self.name = name
         self.identity = address.identity
-        self.pairing = Pairing(number)
+        self.pairing = Pairing(shared.number)
         self.endpoint = endpoint
+        self.shared = shared
         self.same_host = same_host
         self.liveness = Liveness(silence_s)
         self.sends: list[Send] = []
@@ -47,11 +65,18 @@ class UcxPeer:
         self._outbox: deque[bytes] = deque()
         self._outbox_bytes = 0
         self._outgoing: deque[tuple[UCXRequest, Any]] = deque()
-        self._incoming: deque[tuple[UCXRequest, Bytes, bool]] = deque()
+        self._incoming: deque[tuple[UCXRequest, Bytes, int]] = deque()
+        """Each with its tag."""
+        self._unbegun: deque[Callable[[], None]] = deque()
 
     @property
     def busy(self) -> bool:
-        return bool(self.sends or self.receives or self._outbox or self._outgoing or self._incoming)
+        return self.pending or bool(self._outbox or self._outgoing or self._incoming)
+
+    @property
+    def pending(self) -> bool:
+        """An operation was posted and has not ended."""
+        return bool(self._unbegun or self.sends or self.receives) or self.shared.busy
 
     @property
     def failed(self) -> bool:
@@ -71,6 +96,10 @@ class UcxPeer:
         buffer = Array(frame)
         self._outgoing.append((self.endpoint.tag_send(buffer, UCXXTag(tag)), buffer))
 
+    def add_send(self, begin: Callable[[], None]) -> None:
+        """begin: puts the send where the lane says, which is known only when the connection is open."""
+        self._unbegun.append(begin)
+
     def add_receive(self, receive: Receive) -> None:
         self.receives.append(receive)
         if self._ends[receive.channel] > 0:
@@ -82,15 +111,17 @@ class UcxPeer:
         self.liveness.heard()
         buffer = np.empty(probe.length, np.uint8)
         request = self.endpoint.tag_recv_with_handle(Array(buffer), probe)
-        self._incoming.append((request, buffer, is_note(probe.sender_tag.value)))
+        self._incoming.append((request, buffer, probe.sender_tag.value))
 
     def arrived(self) -> Iterator[bytes]:
         """Messages that have arrived, in the order they were sent. Raises UCXError when one has failed."""
         while self._incoming and self._incoming[0][0].completed:
-            request, buffer, note = self._incoming.popleft()
+            request, buffer, tag = self._incoming.popleft()
             request.check_error()
-            if note:
+            if is_note(tag):
                 self._take_note(buffer.tobytes())
+            elif is_offer(tag):
+                self._take_offer(buffer.tobytes())
             else:
                 yield buffer.tobytes()
 
@@ -101,9 +132,13 @@ class UcxPeer:
             changed |= self._advance_transfer(receive)
             if receive.credit_due():
                 self._tell(Note(Tell.LANDED, receive.channel, receive.landed))
-        if self.pairing.is_open:
+        if self.pairing.peer_number is not None:
+            tag = offer_tag(self.pairing.peer_number)
+            self._begin_sends()
             for send in self.sends:
                 changed |= self._advance_transfer(send)
+            changed |= self.shared.offer(lambda frame: self.send_now(frame, tag))
+            changed |= self.shared.copy(self._tell)
         return changed
 
     def take_ended(self) -> list[Transfer]:
@@ -122,13 +157,14 @@ class UcxPeer:
 
     def watch(self, now: float) -> bool:
         """Ask a silent peer; False when it has been silent for too long."""
-        verdict = self.liveness.check(now, pending=self.pairing.is_open and bool(self.sends or self.receives))
+        verdict = self.liveness.check(now, pending=self.pairing.is_open and self.pending)
         if verdict is Verdict.ASK:
             self._tell(Note(Tell.PING))
         return verdict is not Verdict.LOST
 
     def abandon(self, error: TransferError) -> list[Transfer]:
-        """Every pending transfer, abandoned with `error`."""
+        """Every pending transfer of UCX's, abandoned with `error`."""
+        self._begin_sends()
         transfers = [*self.receives, *self.sends]
         for transfer in transfers:
             transfer.abandon(error)
@@ -137,6 +173,16 @@ class UcxPeer:
     def unsettled(self) -> list[tuple[UCXRequest, Any]]:
         """Requests for messages that UCX still holds, with the buffers that must outlive them."""
         return [*self._outgoing, *((request, buffer) for request, buffer, _ in self._incoming)]
+
+    def _begin_sends(self) -> None:
+        while self._unbegun:
+            self._unbegun.popleft()()
+
+    def _take_offer(self, data: bytes) -> None:
+        try:
+            self.shared.take_offer(data)
+        except ValueError as error:
+            log.warning("offer dropped", peer=self.name, error=str(error))
 
     def _take_note(self, data: bytes) -> None:
         try:
@@ -155,6 +201,11 @@ class UcxPeer:
                 self._end_of_send(note.channel, None)
             case Tell.FAILED:
                 self._end_of_send(note.channel, TransferError(f"{self.name} could not send"))
+            case Tell.TAKEN:
+                self.shared.take_answer(note.channel, None)
+            case Tell.REFUSED:
+                refused = TransferError(f"{self.name} refused the pieces on channel {note.channel}; its log says why")
+                self.shared.take_answer(note.channel, refused)
 
     def _end_of_send(self, channel: int, error: TransferError | None) -> None:
         waiting = (receive for receive in self.receives if receive.channel == channel and not receive.confirmed)

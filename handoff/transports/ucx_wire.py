@@ -5,7 +5,7 @@ UCX matches tags per worker, not per endpoint, so a tag says for whom it is:
     bit 63      frame: a message or a hello; clear for pieces
     bit 62      hello
     bits 32-61  number: the receiver's number for this connection (0 in hellos)
-    bits 0-31   channel; in frames 0 for a message and a hello, 1 for a note
+    bits 0-31   channel; in frames 0 for a message and a hello, 1 for a note, 2 for an offer
 
 The receiver gives each connection a number of its own that it never uses again, and tells it in a hello. So a
 number names the peer, and what is still under way from a connection that was given up matches nothing.
@@ -19,7 +19,7 @@ A side opens only by a hello that has seen its current number: an older one may 
 given up since. An open side never moves on to another number by itself: a peer that says hello with a newer number
 has given up this connection, so it's over for both, and waits for this side's own `connect`.
 
-A note is what one transport tells the other beneath the messages: see `Tell`.
+A note is what one transport tells the other beneath the messages: see `Tell`. An offer: see `ucx_offer`.
 """
 
 import struct
@@ -33,14 +33,16 @@ NUMBER_BITS = 30
 NUMBER_MASK = ((1 << NUMBER_BITS) - 1) << NUMBER_SHIFT
 HELLO_TAG = FRAME_BIT | HELLO_BIT
 NOTE = 1
+OFFER = 2
 
 IDENTITY_BYTES = 8
 HOST_BYTES = 16
 _ADDRESS = struct.Struct(f"<4s{IDENTITY_BYTES}s{HOST_BYTES}s")
-_HELLO = struct.Struct(f"<4s{IDENTITY_BYTES}sII")
+_PLACE = struct.Struct("<IIQQQQI")
+_HELLO = struct.Struct(f"<4s{IDENTITY_BYTES}sII?")
 _NOTE = struct.Struct("<BIQ")
-_ADDRESS_MAGIC = b"PLA2"
-_HELLO_MAGIC = b"PLH1"
+_ADDRESS_MAGIC = b"PLA3"
+_HELLO_MAGIC = b"PLH2"
 HELLO_BYTES = _HELLO.size
 
 
@@ -54,6 +56,15 @@ def message_tag(number: int) -> int:
 
 def note_tag(number: int) -> int:
     return message_tag(number) | NOTE
+
+
+def offer_tag(number: int) -> int:
+    return message_tag(number) | OFFER
+
+
+def is_offer(tag: int) -> bool:
+    """Of a frame that is no hello."""
+    return bool(tag & OFFER)
 
 
 def is_note(tag: int) -> bool:
@@ -76,54 +87,86 @@ def is_newer(number: int, than: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolPlace:
+    """Where a shared pool is: a descriptor of process `pid`, what `fstat` says of it, the pool's bytes in that file.
+
+    control_fd: the process's descriptor of the transport's control file.
+    """
+
+    pid: int
+    fd: int
+    device: int
+    inode: int
+    offset: int
+    size: int
+    control_fd: int
+
+    def pack(self) -> bytes:
+        return _PLACE.pack(self.pid, self.fd, self.device, self.inode, self.offset, self.size, self.control_fd)
+
+
+@dataclass(frozen=True, slots=True)
 class Address:
-    """identity: random, one per started transport. host: equal on one running machine. worker: UCX's address."""
+    """identity: random, one per started transport. host: equal on one running machine. worker: UCX's address.
+
+    place: of the pool, None if it is not shared memory.
+    """
 
     identity: bytes
     host: bytes
     worker: bytes
+    place: PoolPlace | None = None
 
     def pack(self) -> bytes:
-        return _ADDRESS.pack(_ADDRESS_MAGIC, self.identity, self.host) + self.worker
+        place = self.place.pack() if self.place else bytes(_PLACE.size)
+        return _ADDRESS.pack(_ADDRESS_MAGIC, self.identity, self.host) + place + self.worker
 
     @staticmethod
     def unpack(data: bytes) -> "Address":
         """Raises ValueError when the bytes are no address of this version."""
-        if len(data) <= _ADDRESS.size or data[:4] != _ADDRESS_MAGIC:
+        if len(data) <= _ADDRESS.size + _PLACE.size or data[:4] != _ADDRESS_MAGIC:
             raise ValueError("not an address of a UCX transport of this version of Prelay")
         _, identity, host = _ADDRESS.unpack_from(data)
-        return Address(identity, host, data[_ADDRESS.size :])
+        place = PoolPlace(*_PLACE.unpack_from(data, _ADDRESS.size))
+        return Address(identity, host, data[_ADDRESS.size + _PLACE.size :], place if place.pid else None)
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """identity: the sender's. number: to be used towards the sender. seen: the receiver's number, 0 if unknown."""
+    """identity: the sender's. number: to be used towards the sender. seen: the receiver's number, 0 if unknown.
+
+    maps: the sender has mapped the receiver's pool and copies from it; alike in all hellos with one number.
+    """
 
     identity: bytes
     number: int
     seen: int
+    maps: bool = False
 
     def pack(self) -> bytes:
-        return _HELLO.pack(_HELLO_MAGIC, self.identity, self.number, self.seen)
+        return _HELLO.pack(_HELLO_MAGIC, self.identity, self.number, self.seen, self.maps)
 
     @staticmethod
     def unpack(data: bytes) -> "Hello":
         """Raises ValueError when the bytes are no hello of this version."""
         if len(data) != _HELLO.size or data[:4] != _HELLO_MAGIC:
             raise ValueError("not a hello of a UCX transport of this version of Prelay")
-        _, identity, number, seen = _HELLO.unpack(data)
-        return Hello(identity, number, seen)
+        _, identity, number, seen, maps = _HELLO.unpack(data)
+        return Hello(identity, number, seen, maps)
 
 
 class Tell(IntEnum):
     """PING: are you there? PONG: yes. LANDED: the first `count` pieces on `channel` are here. SENT, FAILED: the
-    sender's operation on `channel` has ended; its memory was in place until now."""
+    sender's operation on `channel` has ended; its memory was in place until now. TAKEN, REFUSED: the receiver has
+    copied what was offered on `channel`, or can't."""
 
     PING = 1
     PONG = 2
     LANDED = 3
     SENT = 4
     FAILED = 5
+    TAKEN = 6
+    REFUSED = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +203,8 @@ class Pairing:
     def __init__(self, number: int) -> None:
         self.number = number
         self.peer_number: int | None = None
+        self.peer_maps = False
+        """Valid once open: the peer copies from our pool."""
         self._answered: int | None = None
 
     @property
@@ -176,6 +221,7 @@ class Pairing:
         opens = hello.seen == self.number and not self.is_open
         if opens:
             self.peer_number = hello.number
+            self.peer_maps = hello.maps
         self._answered = hello.number
         if newer:
             return Heed.OPEN_AND_ANSWER if opens else Heed.ANSWER

@@ -20,10 +20,12 @@ from ucxx._lib.libucxx import UCXAddress, UCXContext, UCXEndpoint, UCXError, UCX
 from handoff.transports.base import Done, Link, OnMessage, PeerLost, Piece
 from handoff.transports.liveness import PEER_SILENCE_S
 from handoff.transports.pieces import run_callback
-from handoff.transports.ucx_links import endpoint_transports, host_identity, lane_name, lane_warning
+from handoff.transports.shared_pools import SharedPools
+from handoff.transports.ucx_links import endpoint_transports, host_identity, joint_lane, lane_name, lane_warning
 from handoff.transports.ucx_lost import LostTransfers
 from handoff.transports.ucx_peer import UcxPeer
 from handoff.transports.ucx_pool import span_maker
+from handoff.transports.ucx_shared import SharedLane
 from handoff.transports.ucx_transfer import Receive, Send
 from handoff.transports.ucx_wire import (
     FRAME_BIT,
@@ -66,7 +68,10 @@ class UcxWorker:
         self._span = span_maker(pool)
         self._on_message = on_message
         self._peer_silence_s = peer_silence_s
-        self._own = Address(secrets.token_bytes(IDENTITY_BYTES), host_identity(), self._worker.address.tobytes())
+        identity = secrets.token_bytes(IDENTITY_BYTES)
+        self._pool = pool
+        self._shared = SharedPools(pool, identity, os.environ)
+        self._own = Address(identity, host_identity(), self._worker.address.tobytes(), self._shared.place)
         self._number = secrets.randbits(NUMBER_BITS - 1)
         self._peers: dict[str, UcxPeer] = {}
         self._by_number: dict[int, UcxPeer] = {}
@@ -117,7 +122,10 @@ class UcxWorker:
             return
         self._number = next_number(self._number)
         same_host = address.host == self._own.host
-        peer = UcxPeer(name, address, self._number, endpoint, same_host, self._peer_silence_s)
+        mapped = self._shared.map(name, address) if same_host else None
+        self._shared.set(self._number)
+        lane = SharedLane(self._number, mapped, self._pool)
+        peer = UcxPeer(name, address, endpoint, lane, same_host, self._peer_silence_s)
         self._peers[name] = self._by_number[self._number] = self._by_identity[peer.identity] = peer
         early = self._early_hellos.pop(peer.identity, None)
         if early is None:
@@ -150,12 +158,21 @@ class UcxWorker:
             tag = piece_tag(peer.pairing.peer_number or 0, channel)
             return peer.endpoint.tag_send(self._span(piece), UCXXTag(tag))
 
-        peer.sends.append(Send(channel, pieces, post, done))
+        def begin() -> None:
+            if peer.pairing.peer_maps:
+                peer.shared.post_send(channel, pieces, done)
+            else:
+                peer.sends.append(Send(channel, pieces, post, done))
+
+        peer.add_send(begin)
 
     def post_receive(self, name: str, channel: int, pieces: Sequence[Piece], done: Done) -> None:
         peer = self._peers.get(name)
         if peer is None:
             run_callback(done, _not_connected(name))
+            return
+        if peer.shared.mapped is not None:
+            peer.shared.post_receive(channel, pieces, done)
             return
         endpoint, tag = peer.endpoint, UCXXTag(piece_tag(peer.pairing.number, channel))
         peer.add_receive(Receive(channel, pieces, lambda piece: endpoint.tag_recv(self._span(piece), tag), done))
@@ -202,6 +219,7 @@ class UcxWorker:
         self._hellos.clear()
         for transfer in remaining:
             transfer.finish()
+        self._shared.close()
 
     def _serve_peer(self, peer: UcxPeer) -> bool:
         try:
@@ -214,8 +232,11 @@ class UcxWorker:
         if peer.failed and not peer.endpoint.alive:
             self._lose(peer, f"the connection to {peer.name} has ended")
             return True
-        for transfer in peer.take_ended():
-            transfer.finish()
+        if peer.shared.given_up:
+            self._lose(peer, f"{peer.name} has given up this connection")
+            return True
+        for ended in (*peer.take_ended(), *peer.shared.take_ended()):
+            ended.finish()
         return changed
 
     def _deliver(self, name: str, frame: bytes) -> None:
@@ -271,14 +292,15 @@ class UcxWorker:
             self._say_hello(peer, seen=hello.number)
 
     def _say_hello(self, peer: UcxPeer, seen: int) -> None:
-        hello = Hello(self._own.identity, peer.pairing.number, seen)
+        hello = Hello(self._own.identity, peer.pairing.number, seen, maps=peer.shared.mapped is not None)
         try:
             peer.send_now(hello.pack(), HELLO_TAG)
         except UCXError as error:
             self._lose(peer, f"the connection to {peer.name} failed: {error}")
 
     def _note_link(self, peer: UcxPeer) -> None:
-        lane = lane_name(endpoint_transports(peer.endpoint.handle))
+        maps, peer_maps = peer.shared.mapped is not None, peer.pairing.peer_maps
+        lane = joint_lane(lane_name(endpoint_transports(peer.endpoint.handle)), maps, peer_maps)
         link = Link(peer.name, lane, lane_warning(lane, peer.same_host, os.environ))
         if self.links.get(peer.name) != link:
             log.log(WARNING if link.warning else INFO, "link", peer=peer.name, lane=lane, warning=link.warning)
@@ -287,6 +309,8 @@ class UcxWorker:
     def _lose(self, peer: UcxPeer, reason: str) -> None:
         """Give the peer up. Its transfers end when UCX has let go of their memory, which closing brings about."""
         number = peer.pairing.number
+        # Before anything ends: from then on our memory is used for something else.
+        self._shared.clear(number)
         del self._peers[peer.name], self._by_number[number], self._by_identity[peer.identity]
         self.links = {name: link for name, link in self.links.items() if name != peer.name}
         self._retired.append(number)
@@ -297,6 +321,8 @@ class UcxWorker:
             log.warning("closing an endpoint failed", peer=peer.name, error=str(error))
         self._lost.add(peer.name, pending, time.monotonic())
         self._unsettled += peer.unsettled()
+        for operation in peer.shared.abandon(PeerLost(reason)):
+            operation.finish()
 
     def _sweep(self) -> None:
         """Drop late pieces of given-up connections, which would stay in UCX's memory for ever."""

@@ -8,14 +8,17 @@ from torch_threads import one_thread
 from transport_nodes import Make, Node, join
 
 from handoff.transports.memory import MemoryFabric, MemoryTransport
+from handoff.transports.shared_pool import SETTING
 from handoff.transports.ucx import UcxTransport
 
 __all__ = ["one_thread"]
 
 
-@pytest.fixture(params=["memory", "ucx"])
-def make_transport(request: pytest.FixtureRequest) -> Make:
-    if request.param == "ucx":
+@pytest.fixture(params=["memory", "ucx", "ucx-shm"])
+def make_transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """ucx-shm: UCX for words, and bytes are copied from the peer's pool; ucx: UCX for both."""
+    if request.param != "memory":
+        monkeypatch.setenv(SETTING, "y" if request.param == "ucx-shm" else "n")
         return UcxTransport
     fabric = MemoryFabric()
     return lambda: MemoryTransport(fabric)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from transport_nodes import POOL_BYTES, SETTLE_S, TIMEOUT_S, Make, Node, Outcome, assert_moves, scattered
 
-from handoff.transports import ucx_transfer
+from handoff.transports import shared_copy, ucx_transfer
 from handoff.transports.base import MAX_MESSAGE_BYTES, Piece, TransferError
 
 
@@ -137,6 +137,7 @@ def test_a_small_operation_does_not_wait_for_a_long_one(
 ) -> None:
     """Posted behind one of 320 pieces, it ends when the long one has moved a few windows, here of 16 pieces."""
     monkeypatch.setattr(ucx_transfer, "WINDOW_BYTES", 16 << 16)
+    monkeypatch.setattr(shared_copy, "SLICE_BYTES", 16 << 16)
     source, destination = pair
     source.pool[:] = 1
     long, small = [Piece(index << 16, 1 << 16) for index in range(320)], [Piece(320 << 16, 360 << 10)]

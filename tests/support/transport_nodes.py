@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from handoff.transports.base import Piece, TransferError, Transport
+from handoff.transports.shared_pool import shared_bytes
 
 TIMEOUT_S = 20.0
 SETTLE_S = 0.2
@@ -37,7 +38,7 @@ class Node:
     def __init__(self, name: str, transport: Transport) -> None:
         self.name = name
         self.transport = transport
-        self.pool: npt.NDArray[np.uint8] = np.zeros(POOL_BYTES, np.uint8)
+        self.pool: npt.NDArray[np.uint8] = np.frombuffer(shared_bytes(POOL_BYTES), np.uint8)
         self.messages: list[tuple[str, bytes]] = []
         self._arrived = threading.Condition()
         transport.start(name, self.pool, self._on_message)
