@@ -10,6 +10,7 @@ processes, as a scheduler does.
 
 import argparse
 import multiprocessing as mp
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ import numpy.typing as npt
 
 from handoff.pieces import coalesce
 from handoff.transports.base import Piece, TransferError
+from handoff.transports.shared_pool import shared_bytes
 from handoff.transports.ucx import UcxTransport
 from handoff.transports.ucx_env import prepare_ucx
 
@@ -34,6 +36,8 @@ PINGS = 200
 IDLE_S = 3.0
 TIMEOUT_S = 60.0
 LARGE, SMALL = 1, 2
+SHARED = "BENCHMARK_SHARED_POOLS"
+"""Set in the environment of the processes: their pools are shared memory."""
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Shape: TypeAlias = tuple[int, str]
 """(block bytes, "scattered" or "contiguous")"""
@@ -55,6 +59,12 @@ def pieces_of(shape: Shape) -> tuple[Pieces, Pieces]:
 
 def fresh_pool(value: int) -> Bytes:
     return np.full(BYTES_PER_ROUND, value, np.uint8)
+
+
+def shared_pool(value: int) -> Bytes:
+    pool: Bytes = np.frombuffer(shared_bytes(BYTES_PER_ROUND), np.uint8)
+    pool[:] = value
+    return pool
 
 
 def rate(shape: Shape, seconds: list[float]) -> float:
@@ -88,7 +98,7 @@ class Endpoint:
         self.arrived: list[int] = []
         self._event = threading.Event()
         self._echo = False
-        self.transport.start(name, fresh_pool(value), self._on_message)
+        self.transport.start(name, shared_pool(value) if SHARED in os.environ else fresh_pool(value), self._on_message)
         pipe.send(self.transport.address)
         self.transport.connect(peer, pipe.recv())
 

@@ -1,26 +1,31 @@
-"""Pools in shared memory: find out that a pool is one, tell peers where it is, map a peer's pool.
+"""Pools that peers on the same machine read by themselves: tell them where ours is, reach a peer's pool.
 
-A pool is shared when it lies in one shared mapping of a file in memory (memfd) that can't shrink, and this process has
-a descriptor of that file. A peer on this machine opens the descriptor through /proc, which needs the same user and PID
-namespace, but no right to trace; it maps the pool for reading, and needs this process no more to read it.
+A pool in shared memory lies in one shared mapping of a file in memory (memfd) that can't shrink, and its process has a
+descriptor of that file. A peer opens the descriptor through /proc, which needs the same user and PID namespace, but no
+right to trace; it maps the pool for reading. A pool in private memory is read by the kernel (CMA), with that right.
 """
 
+import ctypes
 import fcntl
 import mmap
 import os
+import select
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from handoff.transports.control_file import ControlFile, belongs_to, stands
+from handoff.transports.shared_copy import Copy, copy_from, copy_mapped
 from handoff.transports.ucx_wire import PoolPlace
 
 SETTING = "PRELAY_SHARED_POOLS"
-"""Set to n in the environment: peers' pools are not mapped, and ours is not offered for it."""
+"""Set to n in the environment: we don't read peers' pools by ourselves, nor do they read ours."""
+
+_PR_SET_PTRACER = 0x59616D61
+_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -63,44 +68,66 @@ def shared_bytes(size: int) -> mmap.mmap:
         os.close(fd)
 
 
-def find_place(pool: Any, control: ControlFile) -> PoolPlace | None:
-    """What a peer must know to map our pool; None if it is not shared."""
-    if not isinstance(pool, np.ndarray):
-        return None
-    region = region_in(Path("/proc/self/maps").read_text(), pool.ctypes.data, pool.nbytes)
+def find_place(pool: Bytes, control: ControlFile) -> PoolPlace:
+    """What a peer must know to reach our pool."""
+    address = pool.ctypes.data
+    region = region_in(Path("/proc/self/maps").read_text(), address, pool.nbytes)
     fd = _descriptor_of(region) if region else None
     if region is None or fd is None:
-        return None
-    return PoolPlace(os.getpid(), fd, region.device, region.inode, region.offset, pool.nbytes, control.fd)
+        # Where Yama restricts tracing to descendants, this lets other processes of the user read ours.
+        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+        return PoolPlace(os.getpid(), control.fd, address, pool.nbytes)
+    return PoolPlace(os.getpid(), control.fd, address, pool.nbytes, fd, region.device, region.inode, region.offset)
 
 
 class PeerPool:
-    """A peer's pool, mapped for reading. Raises OSError or ValueError when it can't be mapped."""
+    """A peer's pool within reach. Raises OSError or ValueError when it is not.
+
+    base, size: addresses for `copy`, in bytes: of the mapping, or in the peer's process.
+    """
 
     def __init__(self, place: PoolPlace, identity: bytes) -> None:
+        self.size = place.size
         self._identity = identity
-        folder = os.open(f"/proc/{place.pid}/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._mapping: Bytes | None = None
+        self._process = os.pidfd_open(place.pid)
+        self._control = -1
         try:
-            # Both through one folder, so both are of the process whose control file proves that it is the peer.
-            self._control = os.open(str(place.control_fd), os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
+            folder = os.open(f"/proc/{place.pid}/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
+                # All through one folder, so all is of the process whose control file proves that it is the peer.
+                self._control = os.open(str(place.control_fd), os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
                 if not belongs_to(self._control, identity):
                     raise ValueError(f"process {place.pid} is another here: different PID namespaces?")
-                self.bytes = _map(folder, place)
-            except BaseException:
-                os.close(self._control)
-                raise
-        finally:
-            os.close(folder)
+                self.base, self.copy = self._reach(folder, place)
+            finally:
+                os.close(folder)
+        except BaseException:
+            self.close()
+            raise
 
     def stands(self, number: int) -> bool:
-        """The peer has not given up its connection `number` to us."""
-        return stands(self._control, self._identity, number)
+        """The peer has not given up its connection `number` to us; what was copied until now was in place."""
+        return self._is_right_process() and stands(self._control, self._identity, number)
 
     def close(self) -> None:
-        """Unmaps: nobody may hold a view of `bytes`."""
-        os.close(self._control)
-        del self.bytes
+        for fd in (self._process, self._control):
+            if fd >= 0:
+                os.close(fd)
+        self._mapping = None
+
+    def _reach(self, folder: int, place: PoolPlace) -> tuple[int, Copy]:
+        if place.is_file:
+            self._mapping = _map(folder, place)
+            return self._mapping.ctypes.data, copy_mapped
+        copy, byte = copy_from(place.pid), np.zeros(1, np.uint8)
+        one = np.ones(1, np.int64)
+        copy(byte.ctypes.data * one, place.address * one, one)  # Are we allowed to?
+        return place.address, copy
+
+    def _is_right_process(self) -> bool:
+        """A mapping stays what it is. The number of a process that has ended may name another one."""
+        return self._mapping is not None or not select.select([self._process], [], [], 0)[0]
 
 
 def _descriptor_of(region: Region) -> int | None:

@@ -1,4 +1,4 @@
-"""One transport's part in sharing pools: our pool's place, our control file, peers' pools to map."""
+"""One transport's part in sharing pools: our pool's place, our control file, peers' pools within reach."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,10 +18,10 @@ class SharedPools:
 
     def __init__(self, pool: Any, identity: bytes, environ: Mapping[str, str]) -> None:
         self.place: PoolPlace | None = None
-        """Of our pool; None if peers can't map it."""
+        """Of our pool; None if peers can't read it by themselves."""
         self._control: ControlFile | None = None
-        self._may_map = shared_pools_allowed(environ) and isinstance(pool, np.ndarray)
-        if not self._may_map:
+        self._allowed = shared_pools_allowed(environ) and isinstance(pool, np.ndarray)
+        if not self._allowed:
             return
         try:
             self._control = ControlFile(identity)
@@ -29,14 +29,14 @@ class SharedPools:
         except OSError as error:
             log.warning("our pool can't be shared", error=str(error))
 
-    def map(self, name: str, address: Address) -> PeerPool | None:
+    def reach(self, name: str, address: Address) -> PeerPool | None:
         """The pool of a peer on this machine; None if UCX must carry its bytes."""
-        if not self._may_map or address.place is None:
+        if not self._allowed or address.place is None:
             return None
         try:
             return PeerPool(address.place, address.identity)
         except (OSError, ValueError) as error:
-            log.warning("a peer's pool can't be mapped; UCX carries its bytes", peer=name, error=str(error))
+            log.warning("a peer's pool can't be reached; UCX carries its bytes", peer=name, error=str(error))
             return None
 
     def set(self, number: int) -> None:

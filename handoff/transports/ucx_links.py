@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from handoff.transports.ucx_env import NEEDED_FOR_SHARED_MEMORY
+from handoff.transports.ucx_wire import PoolPlace
 
 _FIELD_TRANSPORTS = 1 << 3  # UCP_EP_ATTR_FIELD_TRANSPORTS
 _MAX_LANES = 32
@@ -68,13 +69,14 @@ def lane_name(transports: Sequence[str]) -> str:
     return "+".join(fast or names) or "unknown"
 
 
-def joint_lane(ucx_lane: str, maps: bool, peer_maps: bool) -> str:
-    """What a Link says. maps, peer_maps: we, the peer have mapped the other's pool, so that UCX carries words only."""
-    if maps and peer_maps:
-        return "shm"
-    if maps or peer_maps:
-        return f"shm {'in' if maps else 'out'}, {ucx_lane} {'out' if maps else 'in'}"
-    return ucx_lane
+def joint_lane(incoming: str, outgoing: str) -> str:
+    """What a Link says: the lanes of bulk bytes to us and from us."""
+    return incoming if incoming == outgoing else f"{incoming} in, {outgoing} out"
+
+
+def pool_lane(place: PoolPlace) -> str:
+    """The lane of bytes that the receiver copies from a pool by itself: "shm" from a mapping, "cma" by the kernel."""
+    return "shm" if place.is_file else "cma"
 
 
 def lane_warning(lane: str, same_host: bool, environ: Mapping[str, str]) -> str | None:

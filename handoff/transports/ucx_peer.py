@@ -53,6 +53,7 @@ class UcxPeer:
     ) -> None:
         self.name = name
         self.identity = address.identity
+        self.place = address.place
         self.pairing = Pairing(shared.number)
         self.endpoint = endpoint
         self.shared = shared

@@ -1,10 +1,12 @@
-"""The lane of shared pools: the receiver copies from the sender's pool, which it has mapped; UCX carries words only.
+"""Between nodes of one machine the receiver copies from the sender's pool by itself (`shared_pool`).
+
+UCX carries words only:
 
     sender:   Offer (where the pieces lie in its pool)   ->
                                                          receiver: copies them when it has posted the receive
                                                       <- Note TAKEN, or REFUSED
 
-The receiver decides the lane when it connects, by mapping the sender's pool or not, and says so in each hello of that
+The receiver decides the lane when it connects, by reaching the sender's pool or not, and says so in each hello of that
 connection; a sender sends nothing before such a hello. So both use the same lane for every operation in a direction.
 
 A sender that gives the receiver up clears its connection in its control file before its operations end; the receiver
@@ -13,6 +15,7 @@ looks there after each copy, so a receive succeeds only if the bytes were in pla
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import structlog
@@ -20,7 +23,7 @@ import structlog
 from handoff.transports.base import Done, Piece, TransferError
 from handoff.transports.pieces import run_callback
 from handoff.transports.shared_copy import PieceCopy
-from handoff.transports.shared_pool import Bytes, PeerPool
+from handoff.transports.shared_pool import PeerPool
 from handoff.transports.ucx_offer import Offer, OfferPart, columns, parts_of
 from handoff.transports.ucx_wire import Note, Tell
 
@@ -46,25 +49,25 @@ class SharedReceive(SharedOperation):
     copy: PieceCopy | None = None
     offer: Offer | None = None
 
-    def begin(self, offer: Offer, source: Bytes, target: Bytes) -> None:
-        """source, target: the sender's pool and ours. Raises TransferError when the offer does not fit."""
+    def begin(self, offer: Offer, source: PeerPool, target: int) -> None:
+        """target: our pool's address. Raises TransferError when the offer does not fit."""
         self.offer = offer
         theirs, (ours, lengths) = offer.offsets, columns(self.pieces)
         if not np.array_equal(offer.lengths, lengths):
             raise TransferError(f"channel {self.channel}: the sender's pieces have other lengths than ours")
-        if (theirs < 0).any() or (theirs > len(source) - lengths).any():
+        if (theirs < 0).any() or (theirs > source.size - lengths).any():
             raise TransferError(f"channel {self.channel}: the sender's pieces reach outside its pool")
-        self.copy = PieceCopy(target.ctypes.data + ours, source.ctypes.data + theirs, lengths)
+        self.copy = PieceCopy(target + ours, source.base + theirs, lengths)
 
 
 class SharedLane:
     """The operations with one peer that use this lane, in both directions."""
 
-    def __init__(self, number: int, mapped: PeerPool | None, pool: Bytes) -> None:
-        """number: ours, of the connection. mapped: the peer's pool; None if receives use UCX. pool: ours."""
-        self.mapped = mapped
+    def __init__(self, number: int, source: PeerPool | None, pool: Any) -> None:
+        """number: ours, of the connection. source: the peer's pool; None if receives use UCX. pool: ours."""
+        self.source = source
         self.given_up = False
-        """The peer has given us up."""
+        """The peer has given us up, or is no more."""
         self.number = number
         self._pool = pool
         self._unoffered: deque[SharedOperation] = deque()
@@ -127,7 +130,7 @@ class SharedLane:
         return ended
 
     def abandon(self, error: TransferError) -> list[SharedOperation]:
-        """Every operation that was not taken yet; the pending ones with `error`. Unmaps the peer's pool."""
+        """Every operation that was not taken yet; the pending ones with `error`. Lets go of the peer's pool."""
         waiting = [receive for queue in self._waiting.values() for receive in queue]
         for operation in (*self._unoffered, *self._offered, *waiting, *self._copying):
             self._end(operation, error)
@@ -136,14 +139,14 @@ class SharedLane:
         self._waiting.clear()
         self._copying.clear()
         self._offers.clear()
-        if self.mapped is not None:
-            self.mapped.close()
-            self.mapped = None
+        if self.source is not None:
+            self.source.close()
+            self.source = None
         return self.take_ended()
 
     def _match(self, channel: int) -> None:
         waiting, offers = self._waiting.get(channel), self._offers.get(channel)
-        if self.mapped is None or not waiting or not offers or not offers[0].complete:
+        if self.source is None or not waiting or not offers or not offers[0].complete:
             return
         receive, offer = waiting.popleft(), offers.popleft()
         for queues in (self._waiting, self._offers):
@@ -151,24 +154,31 @@ class SharedLane:
                 del queues[channel]
         self._copying.append(receive)
         try:
-            receive.begin(offer, self.mapped.bytes, self._pool)
+            receive.begin(offer, self.source, self._pool.ctypes.data)
         except TransferError as error:
             log.error("a receive does not fit what was sent", error=str(error))
             receive.error = error
 
     def _copy_slice(self, receive: SharedReceive) -> bool:
-        """True when the operation has ended, or the peer has given us up."""
-        if receive.copy is not None and not receive.error:
-            receive.copy.advance()
-            if not receive.copy.ended:
-                return False
-        if not self.mapped or not receive.offer or not self.mapped.stands(receive.offer.number):
-            # Ends with the connection.
+        """True when the operation has ended, or the peer is lost."""
+        try:
+            if receive.copy is not None and self.source is not None:
+                receive.copy.advance(self.source.copy)
+        except OSError as error:
+            log.warning("the peer's pool can't be read any more", error=str(error))
+            self.given_up = True
+        if not self.given_up and receive.copy is not None and not receive.copy.ended:
+            return False
+        if self.given_up or not self._source_stands(receive):
+            # It ends with the connection.
             self.given_up = True
             self._waiting.setdefault(receive.channel, deque()).append(receive)
         else:
             self._end(receive, receive.error)
         return True
+
+    def _source_stands(self, receive: SharedReceive) -> bool:
+        return self.source is not None and receive.offer is not None and self.source.stands(receive.offer.number)
 
     def _end(self, operation: SharedOperation, error: TransferError | None) -> None:
         operation.error = error

@@ -38,7 +38,7 @@ OFFER = 2
 IDENTITY_BYTES = 8
 HOST_BYTES = 16
 _ADDRESS = struct.Struct(f"<4s{IDENTITY_BYTES}s{HOST_BYTES}s")
-_PLACE = struct.Struct("<IIQQQQI")
+_PLACE = struct.Struct("<IIQQIQQQ")
 _HELLO = struct.Struct(f"<4s{IDENTITY_BYTES}sII?")
 _NOTE = struct.Struct("<BIQ")
 _ADDRESS_MAGIC = b"PLA3"
@@ -88,28 +88,36 @@ def is_newer(number: int, than: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PoolPlace:
-    """Where a shared pool is: a descriptor of process `pid`, what `fstat` says of it, the pool's bytes in that file.
+    """Where a pool in host memory is: in process `pid` at `address`, `size` bytes.
 
-    control_fd: the process's descriptor of the transport's control file.
+    control_fd: that process's descriptor of the transport's control file.
+    fd, device, inode, offset: of a pool in shared memory: a descriptor of its file, what `fstat` says of that, and
+    where the pool begins in it; all 0 for private memory.
     """
 
     pid: int
-    fd: int
-    device: int
-    inode: int
-    offset: int
-    size: int
     control_fd: int
+    address: int
+    size: int
+    fd: int = 0
+    device: int = 0
+    inode: int = 0
+    offset: int = 0
+
+    @property
+    def is_file(self) -> bool:
+        return self.inode != 0
 
     def pack(self) -> bytes:
-        return _PLACE.pack(self.pid, self.fd, self.device, self.inode, self.offset, self.size, self.control_fd)
+        file = (self.fd, self.device, self.inode, self.offset)
+        return _PLACE.pack(self.pid, self.control_fd, self.address, self.size, *file)
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
     """identity: random, one per started transport. host: equal on one running machine. worker: UCX's address.
 
-    place: of the pool, None if it is not shared memory.
+    place: of the pool; None if peers are not to read it by themselves.
     """
 
     identity: bytes
@@ -135,24 +143,24 @@ class Address:
 class Hello:
     """identity: the sender's. number: to be used towards the sender. seen: the receiver's number, 0 if unknown.
 
-    maps: the sender has mapped the receiver's pool and copies from it; alike in all hellos with one number.
+    reads: the sender copies from the receiver's pool by itself; alike in all hellos with one number.
     """
 
     identity: bytes
     number: int
     seen: int
-    maps: bool = False
+    reads: bool = False
 
     def pack(self) -> bytes:
-        return _HELLO.pack(_HELLO_MAGIC, self.identity, self.number, self.seen, self.maps)
+        return _HELLO.pack(_HELLO_MAGIC, self.identity, self.number, self.seen, self.reads)
 
     @staticmethod
     def unpack(data: bytes) -> "Hello":
         """Raises ValueError when the bytes are no hello of this version."""
         if len(data) != _HELLO.size or data[:4] != _HELLO_MAGIC:
             raise ValueError("not a hello of a UCX transport of this version of Prelay")
-        _, identity, number, seen, maps = _HELLO.unpack(data)
-        return Hello(identity, number, seen, maps)
+        _, identity, number, seen, reads = _HELLO.unpack(data)
+        return Hello(identity, number, seen, reads)
 
 
 class Tell(IntEnum):
@@ -203,8 +211,8 @@ class Pairing:
     def __init__(self, number: int) -> None:
         self.number = number
         self.peer_number: int | None = None
-        self.peer_maps = False
-        """Valid once open: the peer copies from our pool."""
+        self.peer_reads = False
+        """Valid once open: the peer copies from our pool by itself."""
         self._answered: int | None = None
 
     @property
@@ -221,7 +229,7 @@ class Pairing:
         opens = hello.seen == self.number and not self.is_open
         if opens:
             self.peer_number = hello.number
-            self.peer_maps = hello.maps
+            self.peer_reads = hello.reads
         self._answered = hello.number
         if newer:
             return Heed.OPEN_AND_ANSWER if opens else Heed.ANSWER

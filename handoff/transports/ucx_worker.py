@@ -21,7 +21,14 @@ from handoff.transports.base import Done, Link, OnMessage, PeerLost, Piece
 from handoff.transports.liveness import PEER_SILENCE_S
 from handoff.transports.pieces import run_callback
 from handoff.transports.shared_pools import SharedPools
-from handoff.transports.ucx_links import endpoint_transports, host_identity, joint_lane, lane_name, lane_warning
+from handoff.transports.ucx_links import (
+    endpoint_transports,
+    host_identity,
+    joint_lane,
+    lane_name,
+    lane_warning,
+    pool_lane,
+)
 from handoff.transports.ucx_lost import LostTransfers
 from handoff.transports.ucx_peer import UcxPeer
 from handoff.transports.ucx_pool import span_maker
@@ -122,9 +129,9 @@ class UcxWorker:
             return
         self._number = next_number(self._number)
         same_host = address.host == self._own.host
-        mapped = self._shared.map(name, address) if same_host else None
+        source = self._shared.reach(name, address) if same_host else None
         self._shared.set(self._number)
-        lane = SharedLane(self._number, mapped, self._pool)
+        lane = SharedLane(self._number, source, self._pool)
         peer = UcxPeer(name, address, endpoint, lane, same_host, self._peer_silence_s)
         self._peers[name] = self._by_number[self._number] = self._by_identity[peer.identity] = peer
         early = self._early_hellos.pop(peer.identity, None)
@@ -159,7 +166,7 @@ class UcxWorker:
             return peer.endpoint.tag_send(self._span(piece), UCXXTag(tag))
 
         def begin() -> None:
-            if peer.pairing.peer_maps:
+            if peer.pairing.peer_reads:
                 peer.shared.post_send(channel, pieces, done)
             else:
                 peer.sends.append(Send(channel, pieces, post, done))
@@ -171,7 +178,7 @@ class UcxWorker:
         if peer is None:
             run_callback(done, _not_connected(name))
             return
-        if peer.shared.mapped is not None:
+        if peer.shared.source is not None:
             peer.shared.post_receive(channel, pieces, done)
             return
         endpoint, tag = peer.endpoint, UCXXTag(piece_tag(peer.pairing.number, channel))
@@ -235,8 +242,10 @@ class UcxWorker:
         if peer.shared.given_up:
             self._lose(peer, f"{peer.name} has given up this connection")
             return True
-        for ended in (*peer.take_ended(), *peer.shared.take_ended()):
-            ended.finish()
+        for transfer in peer.take_ended():
+            transfer.finish()
+        for operation in peer.shared.take_ended():
+            operation.finish()
         return changed
 
     def _deliver(self, name: str, frame: bytes) -> None:
@@ -292,19 +301,24 @@ class UcxWorker:
             self._say_hello(peer, seen=hello.number)
 
     def _say_hello(self, peer: UcxPeer, seen: int) -> None:
-        hello = Hello(self._own.identity, peer.pairing.number, seen, maps=peer.shared.mapped is not None)
+        hello = Hello(self._own.identity, peer.pairing.number, seen, reads=peer.shared.source is not None)
         try:
             peer.send_now(hello.pack(), HELLO_TAG)
         except UCXError as error:
             self._lose(peer, f"the connection to {peer.name} failed: {error}")
 
     def _note_link(self, peer: UcxPeer) -> None:
-        maps, peer_maps = peer.shared.mapped is not None, peer.pairing.peer_maps
-        lane = joint_lane(lane_name(endpoint_transports(peer.endpoint.handle)), maps, peer_maps)
+        lane = self._lane(peer)
         link = Link(peer.name, lane, lane_warning(lane, peer.same_host, os.environ))
         if self.links.get(peer.name) != link:
             log.log(WARNING if link.warning else INFO, "link", peer=peer.name, lane=lane, warning=link.warning)
         self.links = {**self.links, peer.name: link}
+
+    def _lane(self, peer: UcxPeer) -> str:
+        by_ucx = lane_name(endpoint_transports(peer.endpoint.handle))
+        theirs = peer.place if peer.shared.source else None
+        ours = self._own.place if peer.pairing.peer_reads else None
+        return joint_lane(*(pool_lane(place) if place else by_ucx for place in (theirs, ours)))
 
     def _lose(self, peer: UcxPeer, reason: str) -> None:
         """Give the peer up. Its transfers end when UCX has let go of their memory, which closing brings about."""
