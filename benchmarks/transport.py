@@ -22,9 +22,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from device.host_memory import shared_memory
 from handoff.pieces import coalesce
 from handoff.transports.base import Piece, TransferError
-from handoff.transports.shared_pool import shared_bytes
 from handoff.transports.ucx import UcxTransport
 from handoff.transports.ucx_env import prepare_ucx
 
@@ -62,7 +62,7 @@ def fresh_pool(value: int) -> Bytes:
 
 
 def shared_pool(value: int) -> Bytes:
-    pool: Bytes = np.frombuffer(shared_bytes(BYTES_PER_ROUND), np.uint8)
+    pool: Bytes = np.frombuffer(shared_memory(BYTES_PER_ROUND), np.uint8)
     pool[:] = value
     return pool
 

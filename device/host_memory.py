@@ -1,39 +1,74 @@
-"""Host memory for the pool, shared so that a transport on this machine can let its peers map it.
+"""Host memory for the pool, of a kind that peers on this machine read as fast as memcpy.
 
-A file in memory, mapped; it can't shrink, since a peer that reads behind the end of a file is killed. It goes away with
-its last mapping.
+Two kinds: private memory, which the kernel copies for a peer (CMA), and a file in memory, which a peer maps. Huge pages
+decide: with small ones the kernel spends as much on pinning as on copying. So private memory where the system gives it
+huge pages; the file where it gives them to files, or to nobody.
 """
 
 import fcntl
 import mmap
 import os
+from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 
 import structlog
-import torch
-from torch import Tensor
 
 log = structlog.get_logger()
 
-
-def shared_zeros(size: int) -> Tensor:
-    """Zeros, uint8 [size], in shared memory; in private memory where the system has none, which is logged."""
-    try:
-        memory = _map_file(size)
-    except (OSError, ValueError) as error:
-        log.warning("the pool is private memory, so peers on this machine can't map it", error=str(error))
-        return torch.zeros(size, dtype=torch.uint8)
-    with suppress(OSError):  # Only advice, which this kernel may not know.
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    # The tensor keeps the mapping, and that keeps a descriptor, by which the transport finds the file.
-    return torch.frombuffer(memory, dtype=torch.uint8)
+SETTING = "PRELAY_POOL_MEMORY"
+"""In the environment: private or shared, to have that kind whatever the system says."""
+KINDS = ("private", "shared")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 
 
-def _map_file(size: int) -> mmap.mmap:
+def pool_memory(size: int) -> mmap.mmap:
+    """`size` zeros of the kind that suits this system; private where a file can't be had, which is logged."""
+    kind = pool_kind(os.environ, _chosen("enabled"), _chosen("shmem_enabled"))
+    if kind == "shared":
+        try:
+            return shared_memory(size)
+        except OSError as error:
+            log.warning("no shared memory for the pool, so it is private", error=str(error))
+    return private_memory(size)
+
+
+def pool_kind(environ: Mapping[str, str], private_pages: str, shared_pages: str) -> str:
+    """ "private" or "shared". private_pages, shared_pages: whom the system gives huge pages: "never", "madvise", ..."""
+    if environ.get(SETTING) in KINDS:
+        return environ[SETTING]
+    if shared_pages in ("always", "within_size", "advise", "force"):
+        return "shared"
+    return "private" if private_pages in ("always", "madvise") else "shared"
+
+
+def private_memory(size: int) -> mmap.mmap:
+    """`size` zeros. Raises OSError when there is no room."""
+    return _with_huge_pages(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def shared_memory(size: int) -> mmap.mmap:
+    """`size` zeros in a file that goes away with its last mapping. Raises OSError when there is no room."""
     fd = os.memfd_create("prelay-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
+        # A peer that reads behind the end of a file is killed, so peers map only what can't shrink.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-        return mmap.mmap(fd, size)
+        # The object keeps a descriptor of its own, by which the transport finds the file.
+        return _with_huge_pages(mmap.mmap(fd, size))
     finally:
         os.close(fd)
+
+
+def _with_huge_pages(memory: mmap.mmap) -> mmap.mmap:
+    with suppress(OSError):  # Only advice, and the kernel may be built without.
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _chosen(name: str) -> str:
+    """The word in brackets, such as never in "always madvise [never]"; never where the kernel has no huge pages."""
+    try:
+        return (_HUGE_PAGES / name).read_text().partition("[")[2].partition("]")[0]
+    except OSError:
+        return "never"

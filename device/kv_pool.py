@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from device.errors import DeviceSetupError
-from device.host_memory import shared_zeros
+from device.host_memory import pool_memory
 from scheduler.contract import DeviceError, Fault
 
 Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
@@ -80,8 +80,10 @@ class KvPool:
         self.staging_bytes = staging_bytes
         # Zeros, not whatever was there: a masked position still meets V in 0 * V, and 0 * NaN is NaN.
         size = self.first_staging + staging_bytes
-        on_cpu = device.type == "cpu"
-        self._memory = shared_zeros(size) if on_cpu else torch.zeros(size, dtype=torch.uint8, device=device)
+        if device.type == "cpu":
+            self._memory = torch.frombuffer(pool_memory(size), dtype=torch.uint8)
+        else:
+            self._memory = torch.zeros(size, dtype=torch.uint8, device=device)
         self._blocks = self._memory[:kv_bytes].view(total_blocks, g.block_bytes)
         self.tensor = self._memory[:kv_bytes].view(g.dtype).view(shape)
         self.slot_memory = self._memory[self._first_slot : records_end].view(slots, slot_bytes)

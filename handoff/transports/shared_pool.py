@@ -57,17 +57,6 @@ def region_in(maps: str, address: int, size: int) -> Region | None:
     return None
 
 
-def shared_bytes(size: int) -> mmap.mmap:
-    """`size` zeros as a pool to be shared; they live as long as the object. Raises OSError."""
-    fd = os.memfd_create("prelay-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-        return mmap.mmap(fd, size)
-    finally:
-        os.close(fd)
-
-
 def find_place(pool: Bytes, control: ControlFile) -> PoolPlace:
     """What a peer must know to reach our pool."""
     address = pool.ctypes.data

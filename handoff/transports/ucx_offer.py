@@ -54,11 +54,10 @@ def columns(pieces: Sequence[Piece]) -> tuple[Numbers, Numbers]:
     return offsets, np.fromiter(map(attrgetter("length"), pieces), np.int64, len(pieces))
 
 
-def parts_of(channel: int, number: int, pieces: Sequence[Piece]) -> Iterator[OfferPart]:
-    offsets, lengths = columns(pieces)
-    for first in range(0, len(pieces), FRAME_PIECES):
+def parts_of(channel: int, number: int, offsets: Numbers, lengths: Numbers) -> Iterator[OfferPart]:
+    for first in range(0, len(offsets), FRAME_PIECES):
         part = slice(first, first + FRAME_PIECES)
-        yield OfferPart(channel, number, len(pieces), offsets[part], lengths[part])
+        yield OfferPart(channel, number, len(offsets), offsets[part], lengths[part])
 
 
 class Offer:

@@ -35,7 +35,7 @@ class SharedOperation:
 
     def __init__(self, channel: int, pieces: Sequence[Piece], done: Done) -> None:
         self.channel = channel
-        self.pieces = pieces
+        self.offsets, self.lengths = columns(pieces)
         self.error: TransferError | None = None
         self._done = done
 
@@ -52,12 +52,12 @@ class SharedReceive(SharedOperation):
     def begin(self, offer: Offer, source: PeerPool, target: int) -> None:
         """target: our pool's address. Raises TransferError when the offer does not fit."""
         self.offer = offer
-        theirs, (ours, lengths) = offer.offsets, columns(self.pieces)
+        theirs, lengths = offer.offsets, self.lengths
         if not np.array_equal(offer.lengths, lengths):
             raise TransferError(f"channel {self.channel}: the sender's pieces have other lengths than ours")
         if (theirs < 0).any() or (theirs > source.size - lengths).any():
             raise TransferError(f"channel {self.channel}: the sender's pieces reach outside its pool")
-        self.copy = PieceCopy(target + ours, source.base + theirs, lengths)
+        self.copy = PieceCopy(target + self.offsets, source.base + theirs, lengths)
 
 
 class SharedLane:
@@ -111,7 +111,7 @@ class SharedLane:
         while self._unoffered:
             send = self._unoffered.popleft()
             self._offered.append(send)
-            for part in parts_of(send.channel, self.number, send.pieces):
+            for part in parts_of(send.channel, self.number, send.offsets, send.lengths):
                 send_frame(part.pack())
         return offered
 

@@ -7,6 +7,7 @@ import pytest
 from torch_threads import one_thread
 from transport_nodes import Make, Node, join
 
+from device.host_memory import private_memory, shared_memory
 from handoff.transports.memory import MemoryFabric, MemoryTransport
 from handoff.transports.shared_pool import SETTING
 from handoff.transports.ucx import UcxTransport
@@ -14,22 +15,28 @@ from handoff.transports.ucx import UcxTransport
 __all__ = ["one_thread"]
 
 
-@pytest.fixture(params=["memory", "ucx", "ucx-shm"])
-def make_transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """ucx-shm: UCX for words, and bytes are copied from the peer's pool; ucx: UCX for both."""
-    if request.param != "memory":
-        monkeypatch.setenv(SETTING, "y" if request.param == "ucx-shm" else "n")
+@pytest.fixture(params=["memory", "ucx", "ucx-shm", "ucx-cma"])
+def way(request: pytest.FixtureRequest) -> str:
+    """ucx: UCX moves the bytes too. ucx-shm, ucx-cma: the receiver copies from the sender's shared, private pool."""
+    return str(request.param)
+
+
+@pytest.fixture
+def make_transport(way: str, monkeypatch: pytest.MonkeyPatch) -> Make:
+    if way != "memory":
+        monkeypatch.setenv(SETTING, "n" if way == "ucx" else "y")
         return UcxTransport
     fabric = MemoryFabric()
     return lambda: MemoryTransport(fabric)
 
 
 @pytest.fixture
-def make_node(make_transport: Make) -> Iterator[Callable[[str], Node]]:
+def make_node(make_transport: Make, way: str) -> Iterator[Callable[[str], Node]]:
     nodes: list[Node] = []
+    memory = shared_memory if way == "ucx-shm" else private_memory
 
     def make(name: str) -> Node:
-        nodes.append(Node(name, make_transport()))
+        nodes.append(Node(name, make_transport(), memory))
         return nodes[-1]
 
     yield make

@@ -65,12 +65,15 @@ def test_what_is_sent_before_the_peer_has_connected_waits(make_node: Callable[[s
     assert sent.wait() is None
 
 
-def test_links_name_the_lane_of_each_peer(pair: tuple[Node, Node]) -> None:
+def test_links_name_the_lane_of_each_peer(pair: tuple[Node, Node], way: str) -> None:
     source, destination = pair
     assert_moves(source, destination, 1, [100])
     (link,) = source.transport.links()
     assert link.peer == destination.name
-    assert link.lane == "memory" if source.transport.name == "memory" else link.lane not in ("", "unknown")
+    if way == "ucx":
+        assert link.lane not in ("", "unknown", "shm", "cma")
+    else:
+        assert link.lane == way.removeprefix("ucx-")
     assert (link.warning is not None) == (link.lane == "tcp")
     source.transport.disconnect(destination.name)
     deadline = time.monotonic() + TIMEOUT_S

@@ -3,12 +3,13 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
+from mmap import mmap
 
 import numpy as np
 import numpy.typing as npt
 
+from device.host_memory import private_memory
 from handoff.transports.base import Piece, TransferError, Transport
-from handoff.transports.shared_pool import shared_bytes
 
 TIMEOUT_S = 20.0
 SETTLE_S = 0.2
@@ -35,10 +36,10 @@ class Outcome:
 
 
 class Node:
-    def __init__(self, name: str, transport: Transport) -> None:
+    def __init__(self, name: str, transport: Transport, memory: Callable[[int], mmap] = private_memory) -> None:
         self.name = name
         self.transport = transport
-        self.pool: npt.NDArray[np.uint8] = np.frombuffer(shared_bytes(POOL_BYTES), np.uint8)
+        self.pool: npt.NDArray[np.uint8] = np.frombuffer(memory(POOL_BYTES), np.uint8)
         self.messages: list[tuple[str, bytes]] = []
         self._arrived = threading.Condition()
         transport.start(name, self.pool, self._on_message)
