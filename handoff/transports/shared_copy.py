@@ -72,13 +72,14 @@ class PieceCopy:
     def ended(self) -> bool:
         return self._next == len(self._lengths)
 
-    def advance(self, copy: Copy) -> None:
-        """Copy a slice. Raises OSError as `copy` does."""
+    def advance(self, copy: Copy) -> int:
+        """Copy a slice; returns its bytes. Raises OSError as `copy` does."""
         first = self._next
         copied = int(self._ends[first - 1]) if first else 0
         end = int(np.searchsorted(self._ends, copied + SLICE_BYTES, "right"))
         self._next = end = min(max(end, first + 1), first + SLICE_PIECES)
         copy(self._targets[first:end], self._sources[first:end], self._lengths[first:end])
+        return int(self._ends[end - 1]) - copied
 
 
 def cut_long(targets: Numbers, sources: Numbers, lengths: Numbers) -> tuple[Numbers, Numbers, Numbers]:

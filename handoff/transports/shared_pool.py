@@ -116,7 +116,11 @@ class PeerPool:
 
     def _is_right_process(self) -> bool:
         """A mapping stays what it is. The number of a process that has ended may name another one."""
-        return self._mapping is not None or not select.select([self._process], [], [], 0)[0]
+        if self._mapping is not None:
+            return True
+        ended = select.poll()
+        ended.register(self._process, select.POLLIN)
+        return not ended.poll(0)
 
 
 def _descriptor_of(region: Region) -> int | None:

@@ -81,7 +81,7 @@ def pool_lane(place: PoolPlace) -> str:
 
 def lane_warning(lane: str, same_host: bool, environ: Mapping[str, str]) -> str | None:
     """A sentence for the user when two nodes on one machine are joined by TCP."""
-    if not same_host or lane != "tcp":
+    if not same_host or "tcp" not in lane.replace(",", "").split():
         return None
     problem = "Both nodes are on this machine, yet UCX joins them by TCP, which is about ten times slower than"
     tls = environ.get("UCX_TLS")

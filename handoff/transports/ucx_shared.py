@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import structlog
 
+from handoff.transports import shared_copy
 from handoff.transports.base import Done, Piece, TransferError
 from handoff.transports.pieces import run_callback
 from handoff.transports.shared_copy import PieceCopy
@@ -28,6 +29,9 @@ from handoff.transports.ucx_offer import Offer, OfferPart, columns, parts_of
 from handoff.transports.ucx_wire import Note, Tell
 
 log = structlog.get_logger()
+
+TURN_OPERATIONS = 16
+"""How many short operations may be copied before the transport looks after messages again."""
 
 
 class SharedOperation:
@@ -48,6 +52,11 @@ class SharedReceive(SharedOperation):
 
     copy: PieceCopy | None = None
     offer: Offer | None = None
+
+    @property
+    def copied(self) -> bool:
+        """Nothing more is to be copied: all was, or the offer does not fit."""
+        return self.error is not None or (self.copy is not None and self.copy.ended)
 
     def begin(self, offer: Offer, source: PeerPool, target: int) -> None:
         """target: our pool's address. Raises TransferError when the offer does not fit."""
@@ -73,7 +82,7 @@ class SharedLane:
         self._unoffered: deque[SharedOperation] = deque()
         self._offered: list[SharedOperation] = []
         self._waiting: dict[int, deque[SharedReceive]] = {}
-        self._copying: list[SharedReceive] = []
+        self._copying: deque[SharedReceive] = deque()
         self._offers: dict[int, deque[Offer]] = {}
         self._ended: list[SharedOperation] = []
 
@@ -116,14 +125,18 @@ class SharedLane:
         return offered
 
     def copy(self, tell: Callable[[Note], None]) -> bool:
-        """Copy a slice of each operation. True if anything changed."""
-        copying, self._copying = self._copying, []
-        for receive in copying:
-            if not self._copy_slice(receive):
+        """Copy about a slice: one of the oldest operation, more of others if it is short. True if anything changed."""
+        changed = bool(self._copying)
+        room = shared_copy.SLICE_BYTES
+        while self._copying and room > 0 and not self.given_up:
+            receive = self._copying.popleft()
+            room -= max(self._copy_slice(receive), shared_copy.SLICE_BYTES // TURN_OPERATIONS)
+            if self.given_up or not receive.copied:
                 self._copying.append(receive)
-            elif not self.given_up:
-                tell(Note(Tell.REFUSED if receive.error else Tell.TAKEN, receive.channel))
-        return bool(copying)
+                continue
+            self._end(receive, receive.error)
+            tell(Note(Tell.REFUSED if receive.error else Tell.TAKEN, receive.channel))
+        return changed
 
     def take_ended(self) -> list[SharedOperation]:
         ended, self._ended = self._ended, []
@@ -159,23 +172,18 @@ class SharedLane:
             log.error("a receive does not fit what was sent", error=str(error))
             receive.error = error
 
-    def _copy_slice(self, receive: SharedReceive) -> bool:
-        """True when the operation has ended, or the peer is lost."""
+    def _copy_slice(self, receive: SharedReceive) -> int:
+        """Returns how many bytes were copied; notices when the peer is lost."""
+        copied = 0
         try:
             if receive.copy is not None and self.source is not None:
-                receive.copy.advance(self.source.copy)
+                copied = receive.copy.advance(self.source.copy)
         except OSError as error:
             log.warning("the peer's pool can't be read any more", error=str(error))
             self.given_up = True
-        if not self.given_up and receive.copy is not None and not receive.copy.ended:
-            return False
-        if self.given_up or not self._source_stands(receive):
-            # It ends with the connection.
+        if receive.copied and not self._source_stands(receive):
             self.given_up = True
-            self._waiting.setdefault(receive.channel, deque()).append(receive)
-        else:
-            self._end(receive, receive.error)
-        return True
+        return copied
 
     def _source_stands(self, receive: SharedReceive) -> bool:
         return self.source is not None and receive.offer is not None and self.source.stands(receive.offer.number)

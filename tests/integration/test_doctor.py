@@ -53,9 +53,9 @@ def test_the_exit_status_says_whether_something_is_bad(examined: tuple[int, dict
 
 def test_two_processes_of_this_machine_share_memory(examined: tuple[int, dict[str, Any]]) -> None:
     _, document = examined
-    assert findings(document)["Lane between two processes: shm+cma"]["level"] == "ok"
+    assert findings(document)["Lane between two processes: cma"]["level"] == "ok"
     probe = document["facts"]["probe"]
-    assert (probe["lane"], probe["warning"], probe["cma_error"], probe["intact"]) == ("shm+cma", None, "", True)
+    assert (probe["lane"], probe["warning"], probe["cma_error"], probe["intact"]) == ("cma", None, "", True)
     assert [rate["block"] for rate in probe["rates"]] == [2 << 20, 64 << 10]
     assert all(rate["ours"] > 0 and rate["memcpy"] > 0 for rate in probe["rates"])
 
@@ -70,7 +70,7 @@ def test_the_loaded_ucx_is_named(examined: tuple[int, dict[str, Any]]) -> None:
 
 
 def test_tcp_is_flagged(tmp_path: Path) -> None:
-    status, text = doctor(tmp_path, "--json", UCX_TLS="tcp")
+    status, text = doctor(tmp_path, "--json", UCX_TLS="tcp", PRELAY_SHARED_POOLS="n")
     found = findings(json.loads(text))
     assert status == 1
     assert found["Shared memory is left out"]["level"] == "slow"
@@ -115,6 +115,6 @@ def test_the_pair_of_a_running_server(pair: Served) -> None:
     seconds = time.monotonic() - started
     found = findings(json.loads(text))
     assert found["Nodes that answer"]["what"] == "prefill-0, decode-0."
-    assert found["prefill-0 -> decode-0: shm+cma"]["level"] == "ok"
+    assert found["prefill-0 -> decode-0: cma"]["level"] == "ok"
     assert "No running server" not in found
     assert seconds < LONGEST_S

@@ -8,7 +8,17 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from remote_nodes import OUTCOME_TIMEOUT_S, WHOLE, RemoteNode, StartNode, StartPair, join, move_whole_pool
+from remote_nodes import (
+    LANES,
+    OUTCOME_TIMEOUT_S,
+    POOL_BYTES,
+    WHOLE,
+    RemoteNode,
+    StartNode,
+    StartPair,
+    join,
+    move_whole_pool,
+)
 
 from handoff.transports.base import Piece, TransferError
 from handoff.transports.liveness import PEER_SILENCE_S
@@ -16,7 +26,7 @@ from handoff.transports.ucx import UcxTransport
 
 SLACK_S = 1.5
 SETTLE_S = 0.3
-LANES = pytest.mark.parametrize("environ", [{}, {"UCX_TLS": "tcp"}], ids=["default", "tcp"])
+ON_ALL_LANES = pytest.mark.parametrize("environ", LANES.values(), ids=LANES)
 DEATHS = pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP])
 
 
@@ -39,7 +49,7 @@ def assert_serves(survivor: RemoteNode, other: RemoteNode) -> None:
         assert outcomes[before[node] :] == ["None", "None"]
 
 
-@LANES
+@ON_ALL_LANES
 @DEATHS
 @pytest.mark.parametrize("victim", ["source", "destination"])
 def test_a_peer_that_dies_is_given_up_in_time(
@@ -65,7 +75,7 @@ def test_a_peer_that_dies_is_given_up_in_time(
     assert_serves(survivor, other)
 
 
-@LANES
+@ON_ALL_LANES
 def test_a_destination_that_slept_too_long_gets_no_success(start_pair: StartPair, environ: dict[str, str]) -> None:
     """Its source has given it up and uses the memory for something else, which must not pass for what was sent."""
     source, destination = start_pair(environ)
@@ -80,7 +90,26 @@ def test_a_destination_that_slept_too_long_gets_no_success(start_pair: StartPair
     assert destination.do("outcomes", count=2, timeout_s=OUTCOME_TIMEOUT_S)[1] == "PeerLost"
 
 
-@LANES
+@pytest.mark.parametrize("moved_for_s", [0.004, 0.012])
+@pytest.mark.parametrize("environ", [LANES["cma"], LANES["shm"]], ids=["cma", "shm"])
+def test_a_destination_that_sleeps_in_the_middle_of_copying(
+    start_pair: StartPair, environ: dict[str, str], moved_for_s: float
+) -> None:
+    """It copies on by itself when it wakes up, from memory that its source has reused by then."""
+    source, destination = start_pair(environ)
+    sent = source.do("digest", length=POOL_BYTES)
+    destination.do("post", way="receive", peer="source", channel=1, **WHOLE)
+    source.do("post", way="send", peer="destination", channel=1, **WHOLE)
+    time.sleep(moved_for_s)
+    destination.process.send_signal(signal.SIGSTOP)
+    assert source.do("outcomes", count=1, timeout_s=OUTCOME_TIMEOUT_S)
+    source.do("fill", value=0)
+    destination.process.send_signal(signal.SIGCONT)
+    outcome = destination.do("outcomes", count=1, timeout_s=OUTCOME_TIMEOUT_S)
+    assert outcome == ["PeerLost"] or destination.do("digest", length=POOL_BYTES) == sent
+
+
+@ON_ALL_LANES
 @DEATHS
 def test_a_source_that_comes_back_in_a_new_process(
     start_pair: StartPair, start_node: StartNode, environ: dict[str, str], death: signal.Signals

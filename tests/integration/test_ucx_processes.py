@@ -5,33 +5,32 @@ import signal
 import time
 
 import pytest
-from remote_nodes import ANSWER_TIMEOUT_S, OUTCOME_TIMEOUT_S, WHOLE, StartPair, move_whole_pool
+from remote_nodes import ANSWER_TIMEOUT_S, BY_TCP, BY_UCX, LANES, OUTCOME_TIMEOUT_S, WHOLE, StartPair, move_whole_pool
 
 
-@pytest.mark.parametrize("environ", [{}, {"UCX_TLS": "tcp"}], ids=["default", "tcp"])
-def test_the_pool_arrives_and_the_lane_is_named(start_pair: StartPair, environ: dict[str, str]) -> None:
-    source, destination = start_pair(environ)
+@pytest.mark.parametrize("expected", LANES)
+def test_the_pool_arrives_and_the_lane_is_named(start_pair: StartPair, expected: str) -> None:
+    source, destination = start_pair(LANES[expected])
     move_whole_pool(source, destination)
     for node, peer in ((source, "destination"), (destination, "source")):
         ((linked, lane, warning),) = node.do("links")
         assert linked == peer
-        if environ:
-            assert lane == "tcp"
+        assert lane == expected
+        if lane == "tcp":
             assert "UCX_TLS=tcp leaves shared memory out" in warning
         else:
-            assert lane.startswith("shm")
             assert warning is None
 
 
 def test_switched_off_shared_memory_is_told(start_pair: StartPair) -> None:
     off = ("UCX_POSIX_ERROR_HANDLING", "UCX_SYSV_ERROR_HANDLING", "UCX_CMA_MEMORY_INVALIDATE")
-    source, _ = start_pair(dict.fromkeys(off, "n"))
+    source, _ = start_pair(dict.fromkeys(off, "n") | BY_UCX)
     ((_, lane, warning),) = source.do("links")
     assert lane == "tcp"
     assert "UCX_POSIX_ERROR_HANDLING and UCX_SYSV_ERROR_HANDLING are off" in warning
 
 
-@pytest.mark.parametrize("environ", [{}, {"UCX_TLS": "tcp"}], ids=["default", "tcp"])
+@pytest.mark.parametrize("environ", [BY_UCX, BY_TCP], ids=["ucx", "tcp"])
 @pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_source_that_dies_in_the_middle(
     start_pair: StartPair, environ: dict[str, str], death: signal.Signals
@@ -57,7 +56,7 @@ def test_a_source_that_dies_in_the_middle(
 
 
 def test_a_destination_that_dies_in_the_middle(start_pair: StartPair) -> None:
-    source, destination = start_pair({})
+    source, destination = start_pair(BY_UCX)
     destination.do("post", way="receive", peer="source", channel=0, count=3, length=1 << 20)
     source.do("post", way="send", peer="destination", channel=0, **WHOLE)
     source.do("post", way="send", peer="destination", channel=1, count=5000, length=1000)

@@ -12,6 +12,7 @@ import pytest
 from handoff.transports import ucx_worker
 from handoff.transports.base import PeerLost, Piece, TransferError
 from handoff.transports.pieces import pool_bytes
+from handoff.transports.shared_pool import SETTING
 from handoff.transports.ucx import UcxTransport
 from handoff.transports.ucx_pool import span_maker
 
@@ -33,6 +34,11 @@ def join(left: UcxTransport, right: UcxTransport) -> None:
     while not (left.links() and right.links()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def by_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SETTING, "n")
 
 
 @pytest.fixture

@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from device.host_memory import pool_memory
 from handoff.transports.base import Piece, TransferError
 from handoff.transports.ucx import UcxTransport
 
 
 class Node:
     def __init__(self, name: str, pool_bytes: int, seed: int) -> None:
-        self.pool = np.zeros(pool_bytes, np.uint8)
+        self.pool = np.frombuffer(pool_memory(pool_bytes), np.uint8)
         if seed:
             self.pool[:] = np.random.default_rng(seed).integers(0, 256, pool_bytes, np.uint8)
         self.name = name

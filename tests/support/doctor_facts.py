@@ -36,9 +36,9 @@ MACHINE = MachineFacts(
     peer_memory="",
 )
 PROBE = Probe(
-    lane="shm+cma",
+    lane="cma",
     warning=None,
-    rates=(Rate(2 << 20, ours=10e9, memcpy=12e9), Rate(64 << 10, ours=4e9, memcpy=16e9)),
+    rates=(Rate(2 << 20, ours=10e9, memcpy=12e9), Rate(64 << 10, ours=8e9, memcpy=16e9)),
     cma_error="",
     intact=True,
 )

@@ -147,7 +147,7 @@ def test_settings_of_the_user_are_left_alone() -> None:
     ("transports", "lane"),
     [
         (["sysv", "posix", "cma"], "shm+cma"),
-        (["posix", "tcp"], "shm"),
+        (["posix", "tcp"], "shm+bounce"),
         (["tcp"], "tcp"),
         (["rc_mlx5", "tcp"], "rc_mlx5"),
         (["cuda_copy", "cuda_ipc", "tcp"], "cuda_ipc"),
