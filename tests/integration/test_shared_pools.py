@@ -2,6 +2,7 @@
 
 import gc
 import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from mmap import mmap
@@ -9,10 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transport_nodes import Node, assert_moves, join, scattered, wait_until
+from transport_nodes import TIMEOUT_S, Node, assert_moves, join, wait_until
 
 from device.host_memory import private_memory, shared_memory
 from handoff.transports.base import PeerLost, Piece, TransferError
+from handoff.transports.shared_copy import Copy, PieceCopy
 from handoff.transports.shared_pool import SETTING
 from handoff.transports.ucx import UcxTransport
 from handoff.transports.ucx_wire import Address
@@ -67,14 +69,18 @@ def test_a_pool_whose_file_may_shrink_is_left_to_ucx(start: Start) -> None:
 
 
 @KINDS
-def test_an_address_of_another_process_is_left_to_ucx(start: Start, memory: Callable[[int], mmap]) -> None:
-    """As between PID namespaces: the number names a process here that is not the peer."""
+@pytest.mark.parametrize("wrong", ["process", "control file"])
+def test_an_address_that_names_another_is_left_to_ucx(start: Start, memory: Callable[[int], mmap], wrong: str) -> None:
+    """As between PID namespaces: the numbers name a process and a file here that are not the peer's."""
     source, destination = start("source", memory), start("destination", memory)
     source.fill(6)
-    address = Address.unpack(source.transport.address)
+    address, own = (Address.unpack(node.transport.address) for node in (source, destination))
     assert address.place is not None
-    other = replace(address, place=replace(address.place, pid=os.getppid()))
-    destination.transport.connect(source.name, other.pack())
+    assert own.place is not None
+    place = replace(address.place, pid=os.getppid())
+    if wrong == "control file":
+        place = replace(address.place, control_fd=own.place.control_fd)
+    destination.transport.connect(source.name, replace(address, place=place).pack())
     source.transport.connect(destination.name, destination.transport.address)
     assert lanes(destination)[0].startswith("shm+cma in")
     assert_moves(source, destination, 1, [100_000, 5])
@@ -128,22 +134,30 @@ def test_pieces_that_do_not_fit_end_both_sides(start: Start, memory: Callable[[i
 
 
 @KINDS
-def test_what_is_reused_after_a_disconnect_does_not_arrive(start: Start, memory: Callable[[int], mmap]) -> None:
-    """The destination copies at its own pace; it may succeed only with what was sent."""
+def test_what_is_reused_after_a_disconnect_does_not_arrive(
+    start: Start, memory: Callable[[int], mmap], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The destination is in the middle of copying, and hears of nothing."""
+    begun, reused = threading.Event(), threading.Event()
+    advance = PieceCopy.advance
+
+    def wait_and_advance(self: PieceCopy, copy: Copy) -> int:
+        begun.set()
+        assert reused.wait(TIMEOUT_S)
+        return advance(self, copy)
+
     source, destination = start("source", memory), start("destination", memory)
-    pieces = scattered([100_000] * 200, 4)
-    for seed in range(10):
-        source.fill(seed)
-        sent = source.taken(pieces)
-        join(source, destination)
-        received = destination.receive(source, 1, pieces)
-        given = source.send(destination, 1, pieces)
-        source.transport.disconnect(destination.name)
-        given.wait()
-        source.pool[:] = 0
-        destination.transport.disconnect(source.name)
-        outcome = received.wait()
-        assert isinstance(outcome, PeerLost) or destination.taken(pieces) == sent
+    source.fill(6)
+    join(source, destination)
+    assert_moves(source, destination, 1, [100])
+    monkeypatch.setattr(PieceCopy, "advance", wait_and_advance)
+    received, given = destination.receive(source, 1, [Piece(0, 100)]), source.send(destination, 1, [Piece(0, 100)])
+    assert begun.wait(TIMEOUT_S)
+    source.transport.disconnect(destination.name)
+    assert isinstance(given.wait(), PeerLost)
+    source.pool[:] = 0
+    reused.set()
+    assert isinstance(received.wait(), PeerLost)
 
 
 def held() -> tuple[int, int]:
