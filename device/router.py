@@ -197,7 +197,7 @@ def _allocate(
     try:
         pool = KvPool(geometry, blocks, device, slots, layout.slot_bytes, staging_bytes)
         return pool, SlotState(layout, pool.slot_memory, snapshots)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise DeviceSetupError(
             f"{blocks} KV blocks of {geometry.block_bytes} bytes, {slots} slots and {snapshots} snapshots of"
             f" {layout.slot_bytes} bytes do not fit on {device}; lower the budget or their number"
