@@ -4,13 +4,14 @@
 
 Prints GB/s per block size, scattered and contiguous (neighbours coalesce), how long one small operation takes beside
 a long one, the latency of messages, and the CPU share of an idle transport thread. The rounds of the three alternate.
-Absolute figures vary between machines and days; the ratios are what to compare. With --busy a Python loop runs in both
-processes, as a scheduler does.
+Absolute figures vary between machines and days; the ratios are what to compare. Ours moves pools of the memory that a
+node would have here; memcpy and raw ucxx have private memory with huge pages. With --busy a Python loop runs in both
+processes, as a scheduler does. The environment chooses other lanes: PRELAY_POOL_MEMORY=private|shared for the pools,
+PRELAY_SHARED_POOLS=n for UCX's.
 """
 
 import argparse
 import multiprocessing as mp
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from device.host_memory import shared_memory
+from device.host_memory import pool_memory
 from handoff.pieces import coalesce
 from handoff.transports.base import Piece, TransferError
 from handoff.transports.ucx import UcxTransport
@@ -36,8 +37,6 @@ PINGS = 200
 IDLE_S = 3.0
 TIMEOUT_S = 60.0
 LARGE, SMALL = 1, 2
-SHARED = "BENCHMARK_SHARED_POOLS"
-"""Set in the environment of the processes: their pools are shared memory."""
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Shape: TypeAlias = tuple[int, str]
 """(block bytes, "scattered" or "contiguous")"""
@@ -59,12 +58,6 @@ def pieces_of(shape: Shape) -> tuple[Pieces, Pieces]:
 
 def fresh_pool(value: int) -> Bytes:
     return np.full(BYTES_PER_ROUND, value, np.uint8)
-
-
-def shared_pool(value: int) -> Bytes:
-    pool: Bytes = np.frombuffer(shared_memory(BYTES_PER_ROUND), np.uint8)
-    pool[:] = value
-    return pool
 
 
 def rate(shape: Shape, seconds: list[float]) -> float:
@@ -98,7 +91,9 @@ class Endpoint:
         self.arrived: list[int] = []
         self._event = threading.Event()
         self._echo = False
-        self.transport.start(name, shared_pool(value) if SHARED in os.environ else fresh_pool(value), self._on_message)
+        pool: Bytes = np.frombuffer(pool_memory(BYTES_PER_ROUND), np.uint8)
+        pool[:] = value
+        self.transport.start(name, pool, self._on_message)
         pipe.send(self.transport.address)
         self.transport.connect(peer, pipe.recv())
 
