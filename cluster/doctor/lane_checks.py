@@ -6,8 +6,8 @@ from handoff.transports.shared_pool import SETTING
 from handoff.transports.ucx_probe import Probe, Rate
 
 LEAST_SHARE = {2 << 20: 0.5, 64 << 10: 0.25}
-"""Of memcpy's speed, by block length. In rounds as short as the trial's, a receiver that copies by itself reaches 0.7 to 1.0
-and 0.5 to 0.9; UCX with CMA 0.5 to 1.0 and 0.22 to 0.6; TCP 0.1 and 0.08."""
+"""Of memcpy's speed, by block length. In rounds as short as the trial's, a receiver that copies by itself reaches
+0.7 to 1.0 and 0.5 to 0.9; UCX with CMA 0.5 to 1.0 and 0.22 to 0.6; TCP 0.1 and 0.08."""
 UNKNOWN_LEAST_SHARE = 0.25
 
 
