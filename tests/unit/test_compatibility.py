@@ -10,7 +10,7 @@ MINE = Compatibility.of(FACTS, protocol=1)
 
 
 def test_it_is_made_of_what_the_device_says() -> None:
-    assert Compatibility(1, "kv-machine", "int64", LAYOUT, 1, 1, 1, 16) == MINE
+    assert Compatibility(1, "kv-machine", "fp32", LAYOUT, 1, 1, 1, 16) == MINE
 
 
 def test_the_degree_of_parallelism_is_the_nodes_to_say() -> None:

@@ -16,7 +16,6 @@ from decode_node.node import DecodeNode
 from handoff.compatibility import Compatibility
 from handoff.node import Node
 from handoff.report import NodeReport
-from handoff.timeline import KEPT, Timeline
 from handoff.transfer_ends import Broken, Landed, TransferEnd
 from handoff.transfer_out import Progress
 from handoff.wiring import PeerInfo
@@ -428,11 +427,3 @@ def test_what_is_cancelled_before_its_first_step_is_not_waited_for() -> None:
     node._mark_booked(RequestId("x"), (X, 1))
     node._on_retired(RequestId("x"))
     assert node._unlaunched == {}
-
-
-def test_timelines_are_kept_of_the_last_handoffs() -> None:
-    timeline = Timeline()
-    for number in range(KEPT + 5):
-        timeline.mark((f"h{number}", 1), "landed", float(number))
-    kept = timeline.all()
-    assert (len(kept), kept[0]["handoff_id"], kept[-1]["landed"]) == (KEPT, "h5", KEPT + 4.0)
