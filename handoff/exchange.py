@@ -20,6 +20,7 @@ from handoff.compatibility import Compatibility
 from handoff.pool_layout import PoolLayout
 from handoff.receiver import Receiver
 from handoff.relayout.check import check_either_way
+from handoff.relayout.path import require_equal_ranks
 from handoff.sender import Sender
 from handoff.transfer_ends import TransferEnd
 from handoff.transfer_in import BadSegment
@@ -72,6 +73,7 @@ class Exchange:
     def connect(self, peer: PeerInfo) -> None:
         """Raises IncompatiblePeer before any byte moves. A peer that came back takes the place of what it was."""
         check_either_way(self._compatibility, peer.compatibility, peer.node)
+        require_equal_ranks(self._compatibility, peer.compatibility, peer.node)
         self._forget(peer.node, f"{peer.node} was connected anew")
         with self._lock:
             self._wiring.peers[peer.node] = peer
