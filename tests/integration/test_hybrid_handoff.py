@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faulty_transport import Faults
 from local_cluster import Answer, ClusterShape, LocalCluster
 from reference import answers
 from tiny_hybrids import VOCABULARY, build_hybrid, save_hybrid
@@ -18,6 +19,7 @@ from tiny_hybrids import VOCABULARY, build_hybrid, save_hybrid
 from device.async_router import AsyncRouter
 from handoff.coordinator import Completion, Order
 from handoff.transports.base import Transport
+from handoff.transports.memory import MemoryFabric
 from handoff.transports.ucx import UcxTransport
 from scheduler.batching import BatchLimits
 from scheduler.contract import DeviceIo
@@ -242,4 +244,27 @@ async def test_fewer_slots_than_requests_only_make_them_wait(folder: Path, route
     prompts = [prompt_of(40 + i, 5 + i) for i in range(7)]
     async with LocalCluster(shape_of(folder, router, order, device={"slots": 1})) as cluster:
         require_right(folder, await serve_all(cluster, "r", prompts, 6), prompts, 6)
+        await require_no_slot_owned(cluster)
+
+
+async def test_fault_04_failed_groups_give_an_error_and_never_another_answer(
+    folder: Path, router: str, order: Order
+) -> None:
+    """First all that travels fails; then, with all blocks there already, the state alone."""
+    faults, fabric = Faults(), MemoryFabric()
+    shape = shape_of(folder, router, order, make_transport=lambda: faults.transport(fabric))
+    asked = [prompt_of(5, 41)]
+    (expected,) = answers(folder, asked, 8)
+    async with LocalCluster(shape) as cluster:
+        for turn in ("all", "state"):
+            posted = faults.sends
+            faults.fail_sends = set(range(posted, posted + 100))
+            (broken,) = await serve_all(cluster, f"broken-{turn}", asked, 8)
+            assert faults.sends > posted
+            assert "posted other pieces" in broken.error
+            assert broken.tokens in ([], expected[:1])
+            faults.fail_sends = set()
+            await cluster.require_drained()
+            (right,) = await serve_all(cluster, f"right-{turn}", asked, 8)
+            require_right(folder, [right], asked, 8)
         await require_no_slot_owned(cluster)
