@@ -115,8 +115,13 @@ class Sender:
     def _on_sent(self, key: Key, number: int, error: TransferError | None) -> None:
         with self._lock:
             out = self._transfers[key]
+            was_closed = out.is_closed
             out.sent(number, None if error is None else str(error))
-            self._pump(key, out)
+            if error is not None and not was_closed:
+                # The destination may have all that was sent, and would wait for more.
+                self._close(key, out, f"sending failed: {error}")
+            else:
+                self._pump(key, out)
 
     def _close(self, key: Key, out: Outgoing, reason: str, error: str | None = None) -> None:
         out.close(error)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from exchange_pair import BLOCK_BYTES, TOKENS, D, H, P, Pair, held, reasons, reserved
 
-from handoff.transfer_ends import Ceased, Landed, Sent
+from handoff.transfer_ends import Broken, Ceased, Landed, Sent
 from handoff.transfer_out import Outgoing, Progress
 from handoff.transports.base import Piece, TransferError
 from handoff.wire import MAX_SEGMENTS, Accept, Cease, Record, Segment, decode, encode
@@ -177,6 +177,24 @@ def test_a_failed_segment_ends_both_sides_with_no_more_segments(pair: Pair) -> N
     assert reasons(pair.source.ends) == reasons(pair.destination.ends) == ["the lane broke"]
     complete(pair)
     assert sent(pair) == []
+
+
+def test_a_send_that_fails_alone_is_told_to_the_destination(pair: Pair) -> None:
+    """What was received before had come whole, so only the source knows."""
+    advance(pair, 1)
+    pair.deliver()
+    advance(pair, 2)
+    ((_, _, _, first), (_, _, _, second)) = pair.source.transport.sends
+    pair.source.transport.sends.clear()
+    pair.destination.transport.receives.pop()[3](None)
+    first(TransferError("the lane broke"))
+    assert pair.source.ends == []
+    pair.deliver()
+    second(None)
+    assert reasons(pair.source.ends) == ["the lane broke"]
+    for operation in pair.destination.transport.receives:
+        operation[3](None)
+    assert [type(end) for end in pair.destination.ends] == [Broken]
 
 
 @pytest.mark.parametrize(
