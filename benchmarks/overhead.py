@@ -21,7 +21,9 @@ import asyncio
 import json
 import random
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -82,9 +84,9 @@ class Overhead:
 
 
 class Bench:
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, overrides: Mapping[str, object] = MappingProxyType({})) -> None:
         folder = resolve_model(model, default_home(), print)
-        settings = load_settings(None, {"prefix_caching": False})
+        settings = load_settings(None, {"prefix_caching": False, **overrides})
         start_ray(settings)
         remote: Any = ray.remote(Probe)
         self.probe = remote.options(num_cpus=0).remote()

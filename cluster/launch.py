@@ -231,6 +231,7 @@ def _node_config(role: str, index: int, settings: Settings, pool: PoolSettings, 
         lease_s=settings.limits.lease_s,
         prefix_caching=settings.prefix_caching,
         transport=settings.transport,
+        layerwise_tokens=settings.limits.layerwise_tokens,
     )
 
 

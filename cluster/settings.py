@@ -72,6 +72,9 @@ class Limits(_Model):
     max_holds: int = Field(64, ge=1, description="handoffs under way on one prefill node, the others queue there")
     max_reservations: int = Field(32, ge=1, description="handoffs in flight towards one decode node")
     staging_mib: int = Field(16, ge=0, description="of a decode node, for KV of another block size or dtype")
+    layerwise_tokens: int = Field(
+        0, ge=0, description="a prompt's last chunk of so many is sent layer by layer; 0: never"
+    )
     lease_s: float = Field(60.0, gt=0, description="without the coordinator before a node frees a handoff's blocks")
     action_s: float = Field(60.0, gt=0, description="a node's acknowledgement of one command")
     handoff_s: float = Field(600.0, gt=0, description="from routing to running on the decode node")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from device.fed_rows import fed_draws, fed_rows
 from device.kv_pool import KvPool
+from device.layer_watch import watch_of
 from device.model_runner import ModelRunner, StepInput
 from device.plan_check import check_plan
 from device.reservations import Reservations
@@ -89,7 +90,7 @@ class AsyncRouter(DeviceIo):
         if isinstance(plan, DecodeFed):
             return self._launch_fed(plan)
         check_plan(plan, self.facts())
-        ticket = self._issue(runner.pack(plan.rows), None)
+        ticket = self._issue(runner.pack(plan.rows, watch=watch_of(plan)), None)
         self._reservations.clear()
         return ticket
 

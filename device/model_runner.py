@@ -15,6 +15,7 @@ from device.attention import AttentionBackend, AttentionStep, NumberedLayers
 from device.batch import Batch, pack
 from device.draws import Drawn
 from device.kv_pool import KvPool
+from device.layer_watch import LayerTeller
 from device.loading import LoadedModel
 from device.lora import AdapterTable
 from device.lora_step import AdapterStep, layout_of
@@ -22,7 +23,7 @@ from device.penalties import Penalties
 from device.recurrent import RecurrentStep, check_counts
 from device.sampler import NO_TOKEN, draw_ids
 from device.state import SlotState
-from scheduler.contract import DeviceError, DeviceFacts, Fault, Row
+from scheduler.contract import DeviceError, DeviceFacts, Fault, LayerWatch, Row
 
 
 @dataclass(slots=True)
@@ -61,9 +62,13 @@ class ModelRunner:
         self._facts = facts
         self._penalties = Penalties(facts.slots, facts.vocab_size, facts.max_model_len, model.device)
         state.follow(self._penalties)
+        self._teller = LayerTeller(model.device)
+
+    def close(self) -> None:
+        self._teller.close()
 
     @torch.inference_mode()
-    def pack(self, rows: Sequence[Row], drawn: list[Drawn] | None = None) -> StepInput:
+    def pack(self, rows: Sequence[Row], drawn: list[Drawn] | None = None, watch: LayerWatch | None = None) -> StepInput:
         """The rows must have passed `check_plan`. drawn: their draws, unless these are their own."""
         if drawn is None:
             drawn = [Drawn.of(row, row.draw) for row in rows if row.draw is not None]
@@ -72,6 +77,8 @@ class ModelRunner:
             attention = self._backend.plan(self.pool, batch)
         except Exception as error:
             raise _forward_failed(error) from error
+        if watch is not None:
+            attention = self._teller.watched(attention, watch)
         if self._recurrent:
             attention = NumberedLayers(attention, self._attention_layers)
         adapters = self.adapters.plan(layout_of(rows, [span.count for span in batch.spans]))

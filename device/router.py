@@ -12,6 +12,7 @@ from device.copy_lane import open_copy_lane
 from device.effects import EffectApplier
 from device.errors import DeviceSetupError
 from device.kv_pool import KvGeometry, KvPool
+from device.layer_watch import watch_of
 from device.loading import LoadedModel, dtype_name, load_model
 from device.model_runner import ModelRunner
 from device.plan_check import check_plan
@@ -131,7 +132,7 @@ class SyncRouter(DeviceIo):
         check_plan(plan, self._facts)
         self._settled = None
         effects.drop_logits()
-        step = runner.pack(plan.rows)
+        step = runner.pack(plan.rows, watch=watch_of(plan))
         effects.lane.before_step()
         logits = runner.forward(step)
         tokens = runner.read(step, runner.draw(step, logits).tolist())
@@ -158,6 +159,8 @@ class SyncRouter(DeviceIo):
     def teardown(self) -> None:
         """See DeviceIo. The spill store goes with it, and all that it holds."""
         try:
+            if self._runner is not None:
+                self._runner.close()
             if self._effects is not None:
                 self._effects.close()
         finally:

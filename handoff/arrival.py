@@ -27,7 +27,6 @@ class Arrival:
         """Receive `pieces` and what comes behind them; called with the lock held."""
         pieces = [*pieces, *self.slot_pieces]
         size = sum(piece.length for piece in pieces)
-        self.incoming.blocks_moved += len(self.segment.blocks)
         self.incoming.bytes_moved += size
         self.incoming.exposed_bytes = size
         if pieces:
@@ -40,6 +39,7 @@ class Arrival:
         """Whether these blocks, as they lie here now, are what was sent; see ContentHash."""
         assert self.incoming.offer is not None
         mode, behind = self.incoming.offer.checksums, stretches(self.slot_pieces)
-        if wiring.content.of(mode, block_bytes, blocks, behind, origin) == self.segment.checksum:
+        part = wiring.layout.part(self.segment.layers)
+        if wiring.content.of(mode, block_bytes, blocks, behind, origin, part) == self.segment.checksum:
             return None
         return WrongBytes(f"the bytes of segment {self.segment.number} are not those that were sent: checksums differ")

@@ -7,11 +7,13 @@ read. The lines shift by one from block to block of a table, so that over a long
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import xxhash
 
+from handoff.pieces import Part
 from handoff.pool_arrays import as_array
 
 Checksums: TypeAlias = Literal["sampled", "full", "off"]
@@ -27,6 +29,8 @@ class ContentHash:
 
     def __init__(self, pool: Any) -> None:
         self._xp, self._pool = as_array(pool)
+        # On a GPU a stream that does not wait for the model's: what is hashed is final, and a step may be running.
+        self._stream: Any = nullcontext() if self._xp is np else self._xp.cuda.Stream(non_blocking=True)
 
     def of(
         self,
@@ -35,29 +39,35 @@ class ContentHash:
         blocks: Sequence[int],
         stretches: Sequence[tuple[int, int]] = (),
         origin: int = 0,
+        part: Part | None = None,
     ) -> int:
         """Of these blocks in this order, then of (offset, length) stretches in full; 0 in mode "off".
 
-        origin: the offset at which block 0 begins. Both sides of a transfer must use one mode.
+        origin: the offset at which block 0 begins. part: of each block, None for all of it. Both sides of a transfer
+        must use one mode.
         """
         if mode == "off":
             return 0
         digest = xxhash.xxh3_64()
-        if blocks:
-            digest.update(self._host(self._looked_at(mode, block_bytes, self._xp.asarray(blocks), origin)))
-        for offset, length in stretches:
-            digest.update(self._host(self._pool[offset : offset + length]))
+        with self._stream:
+            if blocks:
+                ids = self._xp.asarray(blocks)
+                digest.update(self._host(self._looked_at(mode, block_bytes, ids, origin, part or (0, block_bytes))))
+            for offset, length in stretches:
+                digest.update(self._host(self._pool[offset : offset + length]))
         return digest.intdigest()
 
-    def _looked_at(self, mode: Checksums, block_bytes: int, ids: Any, origin: int) -> Any:
+    def _looked_at(self, mode: Checksums, block_bytes: int, ids: Any, origin: int, part: Part) -> Any:
         """What is hashed of these blocks, a copy."""
+        start, length = part
         whole = self._pool[origin : origin + (len(self._pool) - origin) // block_bytes * block_bytes]
-        if mode == "full" or block_bytes % LINE_BYTES or block_bytes < SMALL_BYTES:
-            return whole.reshape(-1, block_bytes)[ids]
-        in_block, samples = block_bytes // LINE_BYTES, max(1, block_bytes // SAMPLE_BYTES)
-        firsts = self._xp.arange(samples) * (in_block // samples)
+        in_lines = not any(size % LINE_BYTES for size in (block_bytes, start, length))
+        if mode == "full" or not in_lines or length < SMALL_BYTES:
+            return whole.reshape(-1, block_bytes)[:, start : start + length][ids]
+        in_block, in_part, samples = block_bytes // LINE_BYTES, length // LINE_BYTES, max(1, length // SAMPLE_BYTES)
+        firsts = self._xp.arange(samples) * (in_part // samples)
         shifts = self._xp.arange(len(ids))[:, None]
-        lines = (firsts + shifts) % in_block + ids[:, None] * in_block
+        lines = (firsts + shifts) % in_part + start // LINE_BYTES + ids[:, None] * in_block
         return whole.view(np.uint64).reshape(-1, LINE_BYTES // _WORD_BYTES).take(lines, axis=0)
 
     def _host(self, array: Any) -> Any:

@@ -115,6 +115,11 @@ class Exchange:
         with self._lock:
             self._sender.advance(handoff_id, attempt, progress)
 
+    def layers_final(self, handoff_id: HandoffId, attempt: int, layers: int, generation: int) -> None:
+        """Source: of the chunk that ends the prompt, being computed, so many first layers are final. Any thread."""
+        with self._lock:
+            self._sender.layers_final(handoff_id, attempt, layers, generation)
+
     def complete(self, handoff_id: HandoffId, attempt: int, held: HeldKv) -> bool:
         """Source: all is final; what is left goes out with the record. False if the transfer has ended before."""
         with self._lock:

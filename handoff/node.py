@@ -25,7 +25,7 @@ from handoff.wiring import PeerInfo
 from scheduler.adapters import AdapterFacts, LoraCommand
 from scheduler.base import SchedulerBase
 from scheduler.commands import Command, CommandEffects
-from scheduler.contract import DeviceIo
+from scheduler.contract import DeviceIo, LayerWatch, Prefill
 from scheduler.errors import InvariantBroken
 from scheduler.events import BoundaryEffects, LeaseExpired, LifecycleEvent
 from scheduler.ids import NodeId, RequestId
@@ -64,7 +64,9 @@ class Node(ABC, Generic[S]):
             lambda end: self._on_transfer_end(end), lambda name: self._adapters.digests.get(name, "")
         )
         self._adapters = AdapterDesk(scheduler, device)
-        self._loop = StepLoop(scheduler, device, self._on_boundary, clock, node, self._on_launch, self._tell)
+        self._loop = StepLoop(
+            scheduler, device, self._on_boundary, clock, node, self._on_launch, self._tell, self._watch
+        )
         self._clock = clock
         self._timeline = Timeline()
         self._loop.ended.add_done_callback(lambda _: self._adapters.close(LoopStopped("the step loop has ended")))
@@ -144,6 +146,10 @@ class Node(ABC, Generic[S]):
 
     def _on_launch(self, request_ids: Sequence[RequestId]) -> None:
         """A step with these requests was launched."""
+
+    def _watch(self, plan: Prefill) -> LayerWatch | None:
+        """Whoever wants to know how far this step is, which is about to be launched."""
+        return None
 
     def _apply(self, command: Command) -> CommandEffects:
         """On the loop's thread."""

@@ -13,6 +13,7 @@ class NodeConfig:
     """One replica. transport: a name. lease_s: seconds without renewal after which a handoff's blocks are freed.
 
     max_holds: handoffs under way on a prefill node; max_reservations: in flight towards a decode node.
+    layerwise_tokens: see PrefillNode.
     """
 
     node: NodeId
@@ -25,3 +26,4 @@ class NodeConfig:
     lease_s: float
     prefix_caching: bool
     transport: str
+    layerwise_tokens: int

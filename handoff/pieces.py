@@ -6,6 +6,7 @@ they stand: a pool hands out the blocks of the last sequence from its end to its
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -13,6 +14,10 @@ from handoff.transports.base import Piece
 
 MAX_PIECE_BYTES = 8 << 20
 """Bounds how long one message occupies a lane."""
+
+
+Part: TypeAlias = tuple[int, int]
+"""(start, length) in each block, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +39,19 @@ class Runs:
         return [Piece(offset, length) for offset, length in zip(self.destinations, self.lengths, strict=True)]
 
 
-def coalesce(source: Sequence[int], destination: Sequence[int], block_bytes: int) -> Runs:
+def coalesce(source: Sequence[int], destination: Sequence[int], block_bytes: int, part: Part | None = None) -> Runs:
     """Pair the i-th source block with the i-th destination block.
 
-    Both sides compute this from the same two tables, so they agree without another message. Raises ValueError when the
-    tables are of different lengths.
+    Both sides compute this from the same two tables, so they agree without another message. part: what travels of each
+    block, None for whole ones; parts of blocks are never neighbours. Raises ValueError when the tables are of different
+    lengths.
     """
     if len(source) != len(destination):
         raise ValueError(f"{len(source)} source blocks can't fill {len(destination)} destination blocks")
+    if part is not None:
+        start, length = part
+        sends, receives = ([block * block_bytes + start for block in blocks] for blocks in (source, destination))
+        return Runs(sends, receives, [length] * len(source))
     sources, destinations = np.asarray(source, np.int64), np.asarray(destination, np.int64)
     order = np.argsort(sources)
     sources, destinations = sources[order], destinations[order]

@@ -31,7 +31,7 @@ class Receiver:
 
     def expect(self, handoff_id: HandoffId, attempt: int, reserved: ReservedKv) -> None:
         """Let a source fill the reserved blocks."""
-        self._transfers[handoff_id, attempt] = Incoming(reserved)
+        self._transfers[handoff_id, attempt] = Incoming(reserved, self._wiring.layout.layers)
 
     def withdraw(self, handoff_id: HandoffId, attempt: int) -> None:
         """The reservation is no longer wanted: Ceased follows, at once or when the source has answered."""
@@ -125,10 +125,11 @@ class Receiver:
         segment = arrival.segment
         first = segment.first_block
         into = arrival.incoming.expected.blocks[first : first + len(segment.blocks)]
-        pieces = coalesce(segment.blocks, into, self._wiring.layout.block_bytes).receives
+        layout = self._wiring.layout
+        pieces = coalesce(segment.blocks, into, layout.block_bytes, layout.part(segment.layers)).receives
 
         def landed(error: TransferError | None) -> None:
-            arrival.done(error or arrival.verify(self._wiring, self._wiring.layout.block_bytes, into))
+            arrival.done(error or arrival.verify(self._wiring, layout.block_bytes, into))
 
         arrival.post(self._wiring, pieces, landed)
 

@@ -47,7 +47,7 @@ class Sender:
             self._wiring.report(Broken(handoff_id, attempt, f"{peer} is not connected"))
             return
         sizes = self._wiring.compatibility.block_size, self._wiring.peers[peer].compatibility.block_size
-        self._transfers[key] = Outgoing(peer, prompt_tokens, *sizes)
+        self._transfers[key] = Outgoing(peer, prompt_tokens, *sizes, layers=self._wiring.layout.layers)
         self._wiring.send(peer, message)
 
     def advance(self, handoff_id: HandoffId, attempt: int, progress: Progress) -> None:
@@ -56,6 +56,14 @@ class Sender:
         out = self._transfers.get(key)
         if out is not None and not out.is_closed:
             out.advance(progress)
+            self._pump(key, out)
+
+    def layers_final(self, handoff_id: HandoffId, attempt: int, layers: int, generation: int) -> None:
+        """See Outgoing."""
+        key = (handoff_id, attempt)
+        out = self._transfers.get(key)
+        if out is not None and not out.is_closed:
+            out.layers_final(layers, generation)
             self._pump(key, out)
 
     def complete(self, handoff_id: HandoffId, attempt: int, held: HeldKv) -> bool:
@@ -83,7 +91,8 @@ class Sender:
 
     def _send_segment(self, key: Key, out: Outgoing, cut: Cut) -> None:
         into = range(len(cut.blocks)) if cut.into is None else cut.into
-        pieces = coalesce(cut.blocks, into, self._wiring.layout.block_bytes).sends
+        layout = self._wiring.layout
+        pieces = coalesce(cut.blocks, into, layout.block_bytes, layout.part(cut.layers)).sends
         slot_pieces = self._wiring.slot_pieces(cut.slot) if cut.record is not None else []
         segment = Segment(
             handoff_id=key[0],
@@ -92,7 +101,8 @@ class Sender:
             number=cut.number,
             first_block=cut.first,
             blocks=cut.blocks,
-            checksum=self._wiring.checksum(self._wiring.checksums, cut.blocks, slot_pieces),
+            checksum=self._wiring.checksum(self._wiring.checksums, cut.blocks, slot_pieces, cut.layers),
+            layers=cut.layers,
             record=cut.record,
         )
         try:

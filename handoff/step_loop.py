@@ -14,7 +14,7 @@ both return at once. Everything that touches the scheduler runs on this thread.
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import TypeVar
@@ -24,7 +24,7 @@ import structlog
 from handoff.inbox import Call, boundary_order
 from scheduler.base import SchedulerBase
 from scheduler.commands import Command
-from scheduler.contract import DecodeFed, DeviceError, DeviceIo, Prefill, StepPlan, StepResult
+from scheduler.contract import DecodeFed, DeviceError, DeviceIo, LayerWatch, Prefill, StepPlan, StepResult
 from scheduler.effects import CopyBlocks, Effect, EffectOutcome, Ticket
 from scheduler.errors import InvariantBroken
 from scheduler.events import BoundaryEffects
@@ -85,8 +85,8 @@ class StepLoop:
 
     observe: called on the loop's thread at every boundary, with what becomes visible there. tell: after it; on a device
     that computes beside us only when the next steps are launched, so that what others are told costs it no time.
-    on_launch: with the requests of each step that was launched. clock: seconds, monotonic. settled_at: when the last
-    step was read.
+    on_launch: with the requests of each step that was launched. watch: asked before each prefill step who watches it.
+    clock: seconds, monotonic. settled_at: when the last step was read.
     ended: done when the loop is over; `failure` then says why, None for a stop that was asked for.
     """
 
@@ -99,9 +99,11 @@ class StepLoop:
         name: str,
         on_launch: Callable[[Sequence[RequestId]], None] = lambda request_ids: None,
         tell: Callable[[], None] = lambda: None,
+        watch: Callable[[Prefill], LayerWatch | None] = lambda plan: None,
     ) -> None:
         self._tell = tell
         self._on_launch = on_launch
+        self._watch = watch
         self.settled_at = 0.0
         self._scheduler = scheduler
         self._device = device
@@ -243,6 +245,8 @@ class StepLoop:
 
     def _launch(self, plan: StepPlan) -> None:
         flight = Flight(plan)
+        if isinstance(plan, Prefill):
+            plan = replace(plan, watch=self._watch(plan))
         try:
             flight.ticket = self._device.launch(plan)
         except DeviceError as error:

@@ -9,7 +9,7 @@ that wants no more says so and takes what is under way: its memory is quiet when
 
 from handoff.relayout.routes import Route
 from handoff.transfer_out import first_missing
-from handoff.wire import Offer, Record, Segment
+from handoff.wire import Layers, Offer, Record, Segment
 from scheduler.decode_scheduler import ReservedKv
 
 
@@ -24,7 +24,7 @@ class Incoming:
     receiving_s: seconds during which anything was under way. exposed_s: from the last segment's message to the end.
     """
 
-    def __init__(self, expected: ReservedKv) -> None:
+    def __init__(self, expected: ReservedKv, layers: int = 1) -> None:
         self.expected = expected
         self.offer: Offer | None = None
         self.peer = ""
@@ -38,6 +38,9 @@ class Incoming:
         self._blocks = len(expected.blocks)
         self._first = self._covered = expected.cached_blocks
         self._segment_blocks = self._blocks
+        self._layers = layers
+        self._layers_covered = 0
+        """Of all blocks from `_covered` on."""
         self._next = 0
         self._pending: set[int] = set()
         self._closed = False
@@ -74,15 +77,32 @@ class Incoming:
             raise BadSegment(f"segment {segment.number} comes after {self._next - 1}")
         if not self._first <= first <= self._covered or end > blocks or end - first > self._segment_blocks:
             raise BadSegment(f"blocks {first} to {end - 1} of {blocks}, after {self._covered}")
+        high = self._layers if segment.layers is None else self._checked_end(segment.layers, end)
         if segment.record is not None:
-            if end != blocks:
-                raise BadSegment(f"the record comes with block {end - 1} of {blocks}")
+            if end != blocks or high != self._layers:
+                raise BadSegment(f"the record comes with block {end - 1} of {blocks}, layer {high} of {self._layers}")
             self._last_came, self._closed, self.record = now, True, segment.record
-        self._covered = max(self._covered, end)
+        if high == self._layers:
+            self.blocks_moved += end - first
+            self._covered = max(self._covered, end)
+        else:
+            self._layers_covered = max(self._layers_covered, high)
         self._next += 1
         if not self._pending:
             self._busy_since = now
         self._pending.add(segment.number)
+
+    def _checked_end(self, layers: Layers, end: int) -> int:
+        """Only of the prompt's last blocks, which then go on to its end, from where the last ones ended."""
+        low, high = layers
+        if (
+            self.route is not None
+            or end != self._blocks
+            or not low < high <= self._layers
+            or low > self._layers_covered
+        ):
+            raise BadSegment(f"layers {low} to {high - 1} of {self._layers}, after {self._layers_covered}")
+        return high
 
     def landed(self, number: int, error: str | None, now: float) -> None:
         """A segment has ended."""

@@ -7,11 +7,14 @@ Blocks may be sent as soon as they are final, while the prefill goes on. A prefi
 again, and its old blocks may be overwritten while they are read: what was not surely sent before is sent once more, but
 only when nothing of it is under way, or the old bytes might land last. Such bytes do no harm before that: only the
 record makes a destination run.
+
+While the chunk that ends the prompt is computed, its blocks may be sent in layers: the first ones of all blocks that
+are left, then the next ones, and the last ones with the record. Until then these blocks count as not sent.
 """
 
 from dataclasses import dataclass
 
-from handoff.wire import MAX_SEGMENTS, Accept, Record
+from handoff.wire import MAX_SEGMENTS, Accept, Layers, Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,8 @@ class Progress:
 class Cut:
     """What one segment carries. first: the number of its first block in the sequence.
 
-    into: the destination's blocks; None if they are not like the source's, which travel as they are then.
+    into: the destination's blocks; None if they are not like the source's, which travel as they are then. layers: those
+    of the blocks; None for all.
     """
 
     number: int
@@ -43,6 +47,7 @@ class Cut:
     channel: int
     record: Record | None
     slot: int
+    layers: Layers | None = None
 
 
 def first_missing(cached_tokens: int, prompt_tokens: int, block_size: int) -> int:
@@ -55,9 +60,12 @@ SEGMENTS_IN_FLIGHT = 4
 
 
 class Outgoing:
-    """Pure. prompt_tokens: positions to send. block_size, into_block_size: tokens in a block of source, destination."""
+    """Pure. prompt_tokens: positions to send. block_size, into_block_size: tokens in a block of source, destination.
 
-    def __init__(self, peer: str, prompt_tokens: int, block_size: int, into_block_size: int) -> None:
+    layers: of the model.
+    """
+
+    def __init__(self, peer: str, prompt_tokens: int, block_size: int, into_block_size: int, layers: int = 1) -> None:
         self.peer = peer
         self.error: str | None = None
         self.ceased = False
@@ -71,6 +79,8 @@ class Outgoing:
         self._covered = 0
         self._safe = 0
         self._rewinds = False
+        self._layers = layers
+        self._layers_final = self._layers_sent = 0
         self._next = 0
         self._in_flight: dict[int, int] = {}
         self._closed = False
@@ -101,11 +111,17 @@ class Outgoing:
         if progress.final > min(self._blocks, len(progress.blocks)):
             raise ValueError(f"{progress.final} blocks are final, the prompt has {self._blocks}")
         if self._progress is not None and progress.generation != self._progress.generation:
-            self._rewinds = True
+            self._rewinds, self._layers_final = True, 0
         elif not self._rewinds:
             # Not later: what ends after this look may have been read when the blocks were another's already.
             self._safe = min(self._in_flight.values(), default=self._covered)
         self._progress = progress
+
+    def layers_final(self, layers: int, generation: int) -> None:
+        """While the last chunk is computed: so many first layers of all blocks are final. Late news does no harm."""
+        progress = self._progress
+        if progress is not None and progress.generation == generation and len(progress.blocks) >= self._blocks:
+            self._layers_final = min(layers, self._layers - 1)
 
     def close(self, error: str | None = None) -> None:
         self._closed = True
@@ -119,22 +135,33 @@ class Outgoing:
         if self._rewinds:
             if self._in_flight:
                 return None
-            self._covered, self._rewinds = self._safe, False
+            self._covered, self._layers_sent, self._rewinds = self._safe, 0, False
         first, end = self._covered, progress.final
         if accept.segment_blocks:
             if len(self._in_flight) >= SEGMENTS_IN_FLIGHT:
                 return None
             end = min(end, first + accept.segment_blocks)
         is_last = progress.record is not None and end == progress.final
-        if not is_last and (end <= first or self._next >= MAX_SEGMENTS - 1):
+        if not is_last and self._next >= MAX_SEGMENTS - 1:
             return None
+        layers = None
+        if is_last and self._layers_sent:
+            layers = self._layers_sent, self._layers
+        elif not is_last and end <= first:
+            if accept.segment_blocks or first == self._blocks or self._layers_final <= self._layers_sent:
+                return None
+            end, layers = self._blocks, (self._layers_sent, self._layers_final)
         into = None if accept.segment_blocks else accept.blocks[first - self._skipped : end - self._skipped]
         number = self._next
-        self._next, self._covered, self._closed = number + 1, end, is_last
+        self._next, self._closed = number + 1, is_last
+        if layers is None:
+            self._covered = end
+        else:
+            self._layers_sent = layers[1]
         self._in_flight[number] = first
         channel = (accept.channel + number) % 2**32
         record = progress.record if is_last else None
-        return Cut(number, first, progress.blocks[first:end], into, channel, record, progress.slot)
+        return Cut(number, first, progress.blocks[first:end], into, channel, record, progress.slot, layers)
 
     def sent(self, number: int, error: str | None) -> None:
         """A segment has ended."""

@@ -5,7 +5,8 @@
     source   Offer   ----------------->  destination     a request that is, or will be, read here
              <-----------------  Accept | Refuse         the blocks that it is to land in
              Segment ----------------->                  pieces follow on this segment's channel; as often as new blocks
-             pieces  ----------------->                  are final, the last one with the record: first token, counts
+             pieces  ----------------->                  are final, the last one with the record: first token, counts;
+                                                         the prompt's last blocks also as their layers become final
              <-- Cease | Cease ------->                  no more is wanted, or will come
 
 Every message names the handoff, its attempt and the sender's incarnation. Nothing here is ever unpickled.
@@ -18,7 +19,7 @@ import msgspec
 
 from handoff.checksum import Checksums
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_FRAME_BYTES = 1 << 20
 MAX_SEGMENTS = 1 << 16
 """Of one transfer. A source that is about to run out of them waits for the end of its prefill with the last one."""
@@ -32,6 +33,9 @@ _Channel: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 _Digest: TypeAlias = Annotated[str, msgspec.Meta(max_length=128)]
 _Reason: TypeAlias = Annotated[str, msgspec.Meta(max_length=500)]
 _Blocks: TypeAlias = Annotated[tuple[_Count, ...], msgspec.Meta(max_length=200_000)]
+
+Layers: TypeAlias = tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**16)], Annotated[int, msgspec.Meta(ge=0, lt=2**16)]]
+"""[first, end)."""
 
 
 class WireError(ValueError):
@@ -82,7 +86,8 @@ class Segment(msgspec.Struct, frozen=True, tag="segment", forbid_unknown_fields=
     """The source sends its `blocks`, which hold the prompt's blocks from `first_block` on; with the record also, where
     the model has recurrent state, what its slot holds.
 
-    number: 0, 1, ... checksum: of the content, see handoff/checksum.py; 0 where none is made.
+    number: 0, 1, ... checksum: of the content, see handoff/checksum.py; 0 where none is made. layers: those of
+    the blocks that this segment carries; None for all of them.
     """
 
     handoff_id: _Id
@@ -93,6 +98,7 @@ class Segment(msgspec.Struct, frozen=True, tag="segment", forbid_unknown_fields=
     blocks: _Blocks
     checksum: Annotated[int, msgspec.Meta(ge=0)] = 0
     record: Record | None = None
+    layers: Layers | None = None
 
 
 class Cease(msgspec.Struct, frozen=True, tag="cease", forbid_unknown_fields=True):

@@ -11,7 +11,7 @@ from handoff.relayout.path import staged_route
 from handoff.relayout.routes import Route
 from handoff.transfer_ends import TransferEnd
 from handoff.transports.base import Piece, Transport
-from handoff.wire import Message, encode
+from handoff.wire import Layers, Message, encode
 from scheduler.ids import NodeId
 
 
@@ -72,9 +72,12 @@ class Wiring:
         """The record behind the blocks: the state is final only when all KV is."""
         return [self.layout.slot_piece(slot)] if self.layout.slot_bytes else []
 
-    def checksum(self, mode: Checksums, blocks: Sequence[int], slot_pieces: Sequence[Piece]) -> int:
+    def checksum(
+        self, mode: Checksums, blocks: Sequence[int], slot_pieces: Sequence[Piece], layers: Layers | None = None
+    ) -> int:
         """Of our own blocks."""
-        return self.content.of(mode, self.layout.block_bytes, blocks, stretches(slot_pieces))
+        layout = self.layout
+        return self.content.of(mode, layout.block_bytes, blocks, stretches(slot_pieces), part=layout.part(layers))
 
     def lane(self, peer: str) -> str:
         return next((link.lane for link in self.transport.links() if link.peer == peer), "unknown")

@@ -39,5 +39,6 @@ class PrefillActor(NodeActor[PrefillNode]):
             self._make_exchange(facts),
             self._publish,
             time.monotonic,
+            config.layerwise_tokens,
         )
         return node, router.pool.bytes_view()

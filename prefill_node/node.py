@@ -1,4 +1,7 @@
-"""A prefill replica: reads prompts, holds their KV, hands it to decode nodes, the first blocks while it still reads."""
+"""A prefill replica: reads prompts, holds their KV, hands it to decode nodes, the first blocks while it still reads.
+
+The last chunk of a prompt, if it is long, goes out layer by layer while its later layers are computed.
+"""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -8,10 +11,21 @@ from handoff.node import MakeExchange, Node, Publish
 from handoff.transfer_ends import Broken, Landed, TransferEnd
 from handoff.transfer_out import Progress
 from scheduler.commands import CancelSource, Command, CommandEffects, SubmitHandoffPrefill
-from scheduler.contract import DeviceIo
+from scheduler.contract import DeviceIo, LayerWatch, Prefill, Row
 from scheduler.events import BoundaryEffects, LeaseExpired, LifecycleEvent, SourceHeld
 from scheduler.ids import HandoffId, NodeId, RequestId
 from scheduler.prefill_scheduler import PrefillScheduler, SourceProgress
+
+LAYER_GROUPS = 4
+"""In how many segments the last chunk goes out layer by layer."""
+
+
+def layers_told(layers: int, groups: int) -> tuple[int, ...]:
+    """After how many layers a group ends; the last one ends with the step."""
+    return tuple(sorted({layers * part // groups for part in range(1, groups)} - {0}))
+
+
+NOTHING = SourceProgress((), 0, 0)
 
 
 @dataclass(slots=True)
@@ -20,10 +34,21 @@ class _Stream:
 
     handoff_id: HandoffId
     attempt: int
-    known: SourceProgress | None = None
+    known: SourceProgress = NOTHING
+
+
+@dataclass(frozen=True, slots=True)
+class _Tail:
+    """A last chunk that is about to be computed."""
+
+    handoff_id: HandoffId
+    attempt: int
+    progress: SourceProgress
 
 
 class PrefillNode(Node[PrefillScheduler]):
+    """layerwise_tokens: a last chunk of at least so many goes out layer by layer; 0: none does."""
+
     role = "prefill"
 
     def __init__(
@@ -35,8 +60,11 @@ class PrefillNode(Node[PrefillScheduler]):
         make_exchange: MakeExchange,
         publish: Publish,
         clock: Callable[[], float],
+        layerwise_tokens: int = 0,
     ) -> None:
         super().__init__(node, incarnation, scheduler, device, make_exchange, publish, clock)
+        self._layerwise_tokens = layerwise_tokens
+        self._layers_told = layers_told(self._facts.layers, LAYER_GROUPS)
         self._streams: dict[RequestId, _Stream] = {}
 
     def submit_prefill(self, command: SubmitHandoffPrefill, send_to: NodeId | None) -> "Future[CommandEffects]":
@@ -84,11 +112,33 @@ class PrefillNode(Node[PrefillScheduler]):
             progress = self._scheduler.progress(stream.handoff_id, stream.attempt, stream.known)
             if progress is not None:
                 stream.known = progress
-                self._exchange.advance(
-                    stream.handoff_id,
-                    stream.attempt,
-                    Progress(progress.blocks, progress.final, progress.generation),
-                )
+                self._advance(stream.handoff_id, stream.attempt, progress)
+
+    def _advance(self, handoff_id: HandoffId, attempt: int, progress: SourceProgress) -> None:
+        self._exchange.advance(handoff_id, attempt, Progress(progress.blocks, progress.final, progress.generation))
+
+    def _watch(self, plan: Prefill) -> LayerWatch | None:
+        tails = [tail for row in plan.rows if (tail := self._tail(row)) is not None]
+        if not tails or not self._layers_told:
+            return None
+        for tail in tails:
+            self._advance(tail.handoff_id, tail.attempt, tail.progress)
+
+        def tell(layers: int) -> None:
+            for tail in tails:
+                self._exchange.layers_final(tail.handoff_id, tail.attempt, layers, tail.progress.generation)
+
+        return LayerWatch(self._layers_told, tell)
+
+    def _tail(self, row: Row) -> _Tail | None:
+        """None if the row's KV is not to be sent layer by layer."""
+        if not 0 < self._layerwise_tokens <= row.count or row.draw is None:
+            return None
+        stream = self._streams.get(row.request_id)
+        if stream is None:
+            return None
+        progress = self._scheduler.progress(stream.handoff_id, stream.attempt)
+        return None if progress is None else _Tail(stream.handoff_id, stream.attempt, progress)
 
     def _on_event(self, event: LifecycleEvent) -> None:
         match event:

@@ -5,7 +5,7 @@ order in which they were asked for. No concrete model or tensor type appears her
 Effect pages in the project's seeds; `Prefill` is an extension of ours).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeAlias
@@ -64,10 +64,24 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerWatch:
+    """Who wants to know, while a step runs, how far it is.
+
+    tell: called with each of the growing numbers `at` once the KV of so many first layers is written for all rows. On
+    any thread, maybe after the step was awaited; returns at once and never raises. A step that fails tells no more, and
+    a device that can't tell never does.
+    """
+
+    at: tuple[int, ...]
+    tell: Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Prefill:
     """Rows of one or more tokens each; one-token rows of running sequences may ride along (a mixed batch)."""
 
     rows: tuple[Row, ...]
+    watch: LayerWatch | None = None
 
 
 @dataclass(frozen=True, slots=True)

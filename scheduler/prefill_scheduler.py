@@ -146,7 +146,9 @@ class PrefillScheduler(SchedulerBase):
             generation=sequence.preemptions,
         )
 
-    def progress(self, handoff_id: HandoffId, attempt: int, known: SourceProgress | None) -> SourceProgress | None:
+    def progress(
+        self, handoff_id: HandoffId, attempt: int, known: SourceProgress | None = None
+    ) -> SourceProgress | None:
         """How far the prefill is, or None if that is what is known of it, or it is no prefill."""
         source = self._find(handoff_id, attempt)
         if source is None or source.phase is not SourcePhase.PENDING:
@@ -154,8 +156,7 @@ class PrefillScheduler(SchedulerBase):
         sequence = source.sequence
         # One that waits for blocks has none, and nothing of it is final.
         final = min(sequence.start // self.kv.block_size, len(sequence.blocks))
-        before = (0, 0) if known is None else (known.final, known.generation)
-        if before == (final, sequence.preemptions):
+        if known is not None and (known.final, known.generation) == (final, sequence.preemptions):
             return None
         return SourceProgress(tuple(sequence.blocks), final, sequence.preemptions)
 

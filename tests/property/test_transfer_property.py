@@ -1,13 +1,14 @@
 """Transfers in every order of events: what lands is right, each side ends once, and nothing stays posted.
 
-The source's prefill loses its blocks now and then, and another sequence overwrites them while they are read.
+The source's prefill loses its blocks now and then, and another sequence overwrites them while they are read. Its last
+chunk may be told of layer by layer, also late, and may fail.
 """
 
 import random
 
 import numpy as np
 import pytest
-from exchange_pair import BLOCK_BYTES, D, H, P, Pair, held, reserved
+from exchange_pair import BLOCK_BYTES, LAYERS, D, H, P, Pair, held, reserved
 
 from handoff.transfer_ends import Landed, Sent
 from handoff.transfer_out import Progress
@@ -28,6 +29,11 @@ class Run:
         self.content = self.random.randbytes(PROMPT_BLOCKS * BLOCK_BYTES)
         self.blocks: list[int] = []
         self.final = self.generation = 0
+        self.layers = 0
+        """Of the blocks from `final` on, in the step that runs; other calls come when none runs."""
+        self.layered = False
+        self.news: tuple[int, int] | None = None
+        """Layers and generation that may be told late."""
         self.completed = False
         self.into = self.random.sample(range(60), PROMPT_BLOCKS)
         self.cached = self.random.choice([0, 0, 1, 3, PROMPT_BLOCKS])
@@ -45,6 +51,9 @@ class Run:
         """A chunk more; with all blocks final, the hold."""
         if self.completed:
             return
+        if self.layers:
+            self._compute_layers(LAYERS)
+            self.final, self.layers = PROMPT_BLOCKS, 0
         if not self.blocks:
             self.blocks = self.random.sample(range(60), PROMPT_BLOCKS)
         if self.final == PROMPT_BLOCKS:
@@ -58,17 +67,52 @@ class Run:
         self.final = end
         self.report()
 
+    def layer(self) -> None:
+        """A layer more of all blocks that are left."""
+        if not self.blocks or self.completed or self.final == PROMPT_BLOCKS or self.layers == LAYERS - 1:
+            return
+        if not self.layers:
+            self.report()
+        self._compute_layers(self.layers + 1)
+        self.news = self.layers, self.generation
+        if self.random.random() < 0.7:
+            self.tell()
+
+    def tell(self) -> None:
+        if self.news is not None:
+            self.layered = True
+            self.pair.source.exchange.layers_final(H, 1, *self.news)
+
+    def _compute_layers(self, layers: int) -> None:
+        size = BLOCK_BYTES // LAYERS
+        for number in range(self.final, PROMPT_BLOCKS):
+            for layer in range(self.layers, layers):
+                start = number * BLOCK_BYTES + layer * size
+                place = self.blocks[number] * BLOCK_BYTES + layer * size
+                self.pool[place : place + size] = np.frombuffer(self.content[start : start + size], np.uint8)
+        self.layers = layers
+
+    def fail(self) -> None:
+        """The step that runs fails: its request ends, and its blocks go to another."""
+        if self.layers and not self.completed:
+            self.pair.source.exchange.cease(H, 1, "the request ended at its source")
+            self.completed = True
+            self._overwrite()
+
     def lose(self) -> None:
         """The blocks go to another sequence, which writes them."""
         if self.completed or not self.blocks:
             return
-        for block in self.blocks:
-            place = slice(block * BLOCK_BYTES, (block + 1) * BLOCK_BYTES)
-            self.pool[place] = np.frombuffer(self.random.randbytes(BLOCK_BYTES), np.uint8)
-        self.blocks, self.final = [], 0
+        self._overwrite()
+        self.blocks, self.final, self.layers = [], 0, 0
         self.generation += 1
         if self.random.random() < 0.5:  # otherwise it is seen only when it has blocks again
             self.report()
+
+    def _overwrite(self) -> None:
+        for block in self.blocks:
+            place = slice(block * BLOCK_BYTES, (block + 1) * BLOCK_BYTES)
+            self.pool[place] = np.frombuffer(self.random.randbytes(BLOCK_BYTES), np.uint8)
 
     def report(self) -> None:
         self.pair.source.exchange.advance(H, 1, Progress(tuple(self.blocks), self.final, self.generation))
@@ -117,12 +161,14 @@ class Run:
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 100))
 def test_what_lands_is_what_was_computed(first: int) -> None:
-    landings = 0
+    landings = layered = 0
     for seed in range(first, first + 100):
         run = Run(seed)
         steps = [run.prefill] * 3 + [run.deliver_one] * 4 + [run.move_one] * 4 + [run.lose]
+        if seed % 2:
+            steps += [run.layer] * 4 + [run.tell]
         if seed % 3 == 0:
-            steps.append(run.call_off)
+            steps += [run.call_off, run.fail]
         for _ in range(run.random.randint(1, 80)):
             run.random.choice(steps)()
         while not run.completed:
@@ -134,6 +180,7 @@ def test_what_lands_is_what_was_computed(first: int) -> None:
         assert not run.pair.destination.transport.receives, seed
         if isinstance(destination[0], Landed):
             landings += 1
+            layered += run.layered
             assert isinstance(source[0], Sent)
             pool = run.pair.destination.transport.pool
             got = b"".join(pool[b * BLOCK_BYTES : (b + 1) * BLOCK_BYTES].tobytes() for b in run.into)
@@ -142,3 +189,4 @@ def test_what_lands_is_what_was_computed(first: int) -> None:
             # Only bytes that were overwritten while they were read may break it.
             assert run.generation, (seed, run.pair.ends)
     assert landings > 40
+    assert layered > 15

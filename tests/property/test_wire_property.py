@@ -25,6 +25,7 @@ HEADER = b"PRLY" + PROTOCOL_VERSION.to_bytes(2, "little")
 ids = st.text(min_size=1, max_size=128)
 counts = st.integers(0, 2**40 - 1)
 blocks = st.lists(counts, max_size=50).map(tuple)
+layers = st.integers(0, 2**16 - 1)
 messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(Offer, ids, counts, counts, ids, ids, counts, st.text(max_size=128)),
     st.builds(Accept, ids, counts, counts, st.integers(0, 2**32 - 1), counts, blocks),
@@ -40,6 +41,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
         blocks,
         st.integers(0, 2**64 - 1),
         st.none() | st.builds(Record, counts, st.text(max_size=128)),
+        st.none() | st.tuples(layers, layers),
     ),
 )
 

@@ -21,7 +21,8 @@ P, D = NodeId("prefill-0"), NodeId("decode-0")
 H = HandoffId("h")
 BLOCK_BYTES = 32
 TOKENS = 10
-LAYOUT = PoolLayout(BLOCK_BYTES)
+LAYERS = 4
+LAYOUT = PoolLayout(BLOCK_BYTES, layers=LAYERS)
 COMPATIBILITY = Compatibility.of(KvMachine(4, 4).facts(), protocol=1)
 
 

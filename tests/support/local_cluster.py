@@ -81,6 +81,7 @@ class ClusterShape:
     max_model_len: int = 1024
     decode_block_size: int = BLOCK_SIZE
     depth: int = 2
+    layerwise_tokens: int = 0
     make_device: Callable[[int], tuple[DeviceIo, object]] | None = None
     make_transport: Callable[[], Transport] | None = None
     jitter_seed: int | None = None
@@ -229,8 +230,8 @@ class LocalCluster:
             lease_s=self.shape.lease_s,
             state=_state(facts),
         )
-        exchange = self._make_exchange(name, device)
-        return PrefillNode(name, 1, scheduler, device, exchange, self._publish, time.monotonic)
+        make, tokens = self._make_exchange(name, device), self.shape.layerwise_tokens
+        return PrefillNode(name, 1, scheduler, device, make, self._publish, time.monotonic, tokens)
 
     def _decode_node(self, name: NodeId, device: DeviceIo) -> DecodeNode:
         facts = device.facts()

@@ -35,6 +35,11 @@ def test_blocks_that_go_opposite_ways_are_no_neighbours() -> None:
     assert len(coalesce([0, 1, 2], [2, 1, 0], 10).sends) == 3
 
 
+def test_parts_of_neighbours_travel_alone() -> None:
+    runs = coalesce([4, 5], [0, 1], 10, (3, 2))
+    assert (runs.sends, runs.receives) == ([Piece(43, 2), Piece(53, 2)], [Piece(3, 2), Piece(13, 2)])
+
+
 def test_nothing_to_move_is_no_piece() -> None:
     assert coalesce([], [], 10).sends == coalesce([], [], 10).receives == []
 

@@ -204,8 +204,23 @@ def test_a_send_that_fails_alone_is_told_to_the_destination(pair: Pair) -> None:
         Segment("h", 1, 1, 0, 1, (7,)),
         Segment("h", 1, 1, 0, 0, (7, 8, 9, 10)),
         Segment("h", 1, 1, 0, 0, (7,), 0, Record(1)),
+        Segment("h", 1, 1, 0, 0, BLOCKS, 0, None, (1, 2)),
+        Segment("h", 1, 1, 0, 0, BLOCKS, 0, None, (0, 5)),
+        Segment("h", 1, 1, 0, 0, BLOCKS, 0, None, (0, 0)),
+        Segment("h", 1, 1, 0, 0, (7, 8), 0, None, (0, 1)),
+        Segment("h", 1, 1, 0, 0, BLOCKS, 0, Record(1), (0, 3)),
     ],
-    ids=["another number", "a gap", "too many", "the record too early"],
+    ids=[
+        "another number",
+        "a gap",
+        "too many",
+        "the record too early",
+        "a gap between layers",
+        "too many layers",
+        "no layer",
+        "layers of other than the last blocks",
+        "the record before the last layer",
+    ],
 )
 def test_a_peer_that_breaks_the_protocol_is_given_up(pair: Pair, segment: Segment) -> None:
     pair.destination.transport.on_message(P, encode(segment))

@@ -19,7 +19,7 @@ from handoff.wire import (
 
 OFFER = Offer("h", 1, 7, "r", "digest", 10, "adapter")
 ACCEPT = Accept("h", 1, 7, channel=5, cached_tokens=16, blocks=(8, 9))
-SEGMENT = Segment("h", 1, 7, 2, 4, (3, 1, 2), 2**64 - 1, Record(42))
+SEGMENT = Segment("h", 1, 7, 2, 4, (3, 1, 2), 2**64 - 1, Record(42), (3, 5))
 CEASE = Cease("h", 1, 7, "cancelled")
 REFUSE = Refuse("h", 1, 7, "nothing is reserved")
 HEADER = b"PRLY" + PROTOCOL_VERSION.to_bytes(2, "little")
@@ -60,7 +60,7 @@ def test_another_magic_or_version_is_named() -> None:
     frame = encode(OFFER)
     with pytest.raises(WireError, match="HTTP"):
         decode(b"HTTP" + frame[4:])
-    with pytest.raises(WireError, match="speaks version 9, this node speaks 3"):
+    with pytest.raises(WireError, match="speaks version 9, this node speaks 4"):
         decode(frame[:4] + b"\x09\x00" + frame[6:])
 
 
