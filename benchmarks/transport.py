@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from device.host_memory import pool_memory
-from handoff.pieces import coalesce
+from handoff.pieces import Runs, coalesce
 from handoff.transports.base import Piece, TransferError
 from handoff.transports.ucx import UcxTransport
 from handoff.transports.ucx_env import prepare_ucx
@@ -51,9 +51,13 @@ def pieces_of(shape: Shape) -> tuple[Pieces, Pieces]:
     block, layout = shape
     count = BYTES_PER_ROUND // block
     if layout == "contiguous":
-        return coalesce(range(count), range(count), block)
+        return _both(coalesce(range(count), range(count), block))
     rng = np.random.default_rng(1)
-    return coalesce(rng.permutation(count).tolist(), rng.permutation(count).tolist(), block)
+    return _both(coalesce(rng.permutation(count).tolist(), rng.permutation(count).tolist(), block))
+
+
+def _both(runs: Runs) -> tuple[Pieces, Pieces]:
+    return runs.sends, runs.receives
 
 
 def fresh_pool(value: int) -> Bytes:
