@@ -3,8 +3,13 @@
 Two kinds: private memory, which the kernel copies for a peer (CMA), and a file in memory, which a peer maps. Huge pages
 decide: with small ones the kernel spends as much on pinning as on copying. So private memory where the system gives it
 huge pages; the file where it gives them to files, or to nobody.
+
+The pages are there from the start: a virtual machine may take milliseconds for the first touch of a huge page, which
+handoffs would wait for, and a machine that lacks the memory says so before it serves.
 """
 
+import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -12,6 +17,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import structlog
 
 log = structlog.get_logger()
@@ -20,17 +26,24 @@ SETTING = "PRELAY_POOL_MEMORY"
 """In the environment: private or shared, to have that kind whatever the system says."""
 KINDS = ("private", "shared")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+_MADV_POPULATE_WRITE = 23
+"""Linux 5.14; Python's mmap doesn't know it, and would keep the interpreter while the kernel clears the pages."""
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def pool_memory(size: int) -> mmap.mmap:
-    """`size` zeros of the kind that suits this system; private where a file can't be had, which is logged."""
+    """`size` zeros of the kind that suits this system; private where a file can't be had, which is logged.
+
+    Raises OSError when there is no room.
+    """
     kind = pool_kind(os.environ, _chosen("enabled"), _chosen("shmem_enabled"))
     if kind == "shared":
         try:
-            return shared_memory(size)
+            return _in_place(shared_memory(size))
         except OSError as error:
             log.warning("no shared memory for the pool, so it is private", error=str(error))
-    return private_memory(size)
+    return _in_place(private_memory(size))
 
 
 def pool_kind(environ: Mapping[str, str], private_pages: str, shared_pages: str) -> str:
@@ -63,6 +76,16 @@ def shared_memory(size: int) -> mmap.mmap:
 def _with_huge_pages(memory: mmap.mmap) -> mmap.mmap:
     with suppress(OSError):  # Only advice, and the kernel may be built without.
         memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _in_place(memory: mmap.mmap) -> mmap.mmap:
+    """With all its pages. Raises OSError when there is no memory for them."""
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    if _madvise(address, len(memory), _MADV_POPULATE_WRITE) != 0:
+        code = ctypes.get_errno()
+        if code != errno.EINVAL:  # An older kernel gives the pages at their first touch.
+            raise OSError(code, f"no memory for a pool of {len(memory) >> 20} MiB: {os.strerror(code)}")
     return memory
 
 

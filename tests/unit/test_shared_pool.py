@@ -1,11 +1,13 @@
 """Where a pool lies, from what the kernel says; offers; the control file; the kind of the pool's memory."""
 
+import ctypes
+import mmap
 import os
 
 import numpy as np
 import pytest
 
-from device.host_memory import pool_kind
+from device.host_memory import pool_kind, pool_memory
 from handoff.transports.base import Piece
 from handoff.transports.control_file import ControlFile, belongs_to, stands
 from handoff.transports.shared_pool import Region, region_in, shared_pools_allowed
@@ -101,6 +103,19 @@ def test_the_control_file_tells_which_connections_stand() -> None:
 )
 def test_the_pools_memory_follows_huge_pages(environ: dict[str, str], private: str, shared: str, kind: str) -> None:
     assert pool_kind(environ, private, shared) == kind
+
+
+@pytest.mark.parametrize("kind", ["private", "shared"])
+def test_the_pools_pages_are_there_from_the_start(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRELAY_POOL_MEMORY", kind)
+    size = 5 << 20
+    pool = np.frombuffer(pool_memory(size), np.uint8)
+    resident = np.zeros(size // mmap.PAGESIZE, np.uint8)
+    mincore = ctypes.CDLL(None).mincore
+    mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    assert mincore(pool.ctypes.data, size, resident.ctypes.data) == 0
+    assert resident.all()
+    assert not pool.any()
 
 
 def test_the_setting_switches_off() -> None:
