@@ -38,9 +38,11 @@ RESERVED_CALLS = 1000
 """Calls to the coordinator beside those that serve requests: reports, cancels, status."""
 LOOPBACK = "127.0.0.1"
 
-# An idle cluster should cost next to nothing: these periodic jobs of Ray's serve its dashboard and its schedulers
-# of many tasks, neither of which is used here.
-_QUIET_RAY: dict[str, Any] = {
+_RAY_CONFIG: dict[str, Any] = {
+    # Ray lets its workers give way to every other process (nice 15), which then starves the nodes.
+    "worker_niceness": 0,
+    # An idle cluster should cost next to nothing: these periodic jobs of Ray's serve its dashboard and its schedulers
+    # of many tasks, neither of which is used here.
     "event_stats": False,
     "gcs_pull_resource_loads_period_milliseconds": 10_000,
     "io_context_monitor_probe_interval_ms": 60_000,
@@ -100,7 +102,7 @@ def start_ray(settings: Settings) -> None:
             object_store_memory=OBJECT_STORE_BYTES,
             resources={"prefill": settings.prefill.nodes, "decode": settings.decode.nodes},
             log_to_driver=False,
-            _system_config=_QUIET_RAY,
+            _system_config=_RAY_CONFIG,
             logging_level=logging.ERROR,
         )
 
