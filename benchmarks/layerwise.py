@@ -2,9 +2,9 @@
 
     python -m benchmarks.layerwise [--model smollm2] [--lengths 128,512] [--groups 2,4,8] [--json]
 
-A real cluster (Ray, one prefill and one decode node, UCX), without HTTP; UCX_TLS=tcp in the environment for another
-lane. Prompts come one at a time and are one chunk each, in turns as whole blocks (0 groups) and in each number of
-groups of layers. Two times of each, medians:
+A real cluster (Ray, one prefill and one decode node, UCX), without HTTP; PRELAY_SHARED_POOLS=n in the environment for
+TCP. Prompts come one at a time and are one chunk each, in turns as whole blocks (0 groups) and in each number of groups
+of layers. Two times of each, medians:
 
     exposed  from the read of the prefill step to the last byte's landing
     ready    from the request to that landing: what the sending costs the prefill beside it is in this one

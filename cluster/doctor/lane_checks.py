@@ -7,7 +7,7 @@ from handoff.transports.ucx_probe import Probe, Rate
 
 LEAST_SHARE = {2 << 20: 0.5, 64 << 10: 0.25}
 """Of memcpy's speed, by block length. In rounds as short as the trial's, a receiver that copies by itself reaches
-0.7 to 1.0 and 0.5 to 0.9; UCX with CMA 0.5 to 1.0 and 0.22 to 0.6; TCP 0.1 and 0.08."""
+0.7 to 1.0 and 0.5 to 0.9; TCP 0.1 and 0.08."""
 UNKNOWN_LEAST_SHARE = 0.25
 
 
@@ -31,22 +31,13 @@ def no_probe(reason: str) -> Finding:
 
 
 def _lane(probe: Probe) -> Finding:
-    if probe.lane == "tcp":
-        what = probe.warning or "Two processes of this machine are joined by TCP, ten times slower than shared memory."
-        todo = (
-            "Let UCX use shared memory: unset UCX_TLS; between containers: --ipc=host --pid=host. Then run this again."
-        )
-        return Finding(Level.SLOW, "Lane between two processes: tcp", what, todo)
     title = f"Lane between two processes: {probe.lane}"
     if probe.lane == "shm":
         return Finding(Level.OK, title, "The receiver has mapped the sender's pool and copies from it.")
     if probe.lane == "cma":
         return Finding(Level.OK, title, "The receiver copies blocks straight from the sender's memory.")
-    if "cma" in probe.lane or "xpmem" in probe.lane:
-        what = "UCX carries the blocks one by one, since the receiver could not reach the sender's pool by itself."
-        return Finding(Level.SLOW, title, what, f"Unset {SETTING}; give the processes one user and one PID namespace.")
-    what = "Blocks are copied twice, through a shared segment: the receiver can't read the sender's memory."
-    todo = f"See CMA and the settings in this report, or set {POOL_SETTING}=shared, which needs no CMA."
+    what = probe.warning or "UCX carries the blocks one by one: the receiver could not reach the sender's pool."
+    todo = f"Unset {SETTING}; see CMA in this report, or set {POOL_SETTING}=shared, which needs no CMA."
     return Finding(Level.SLOW, title, what, todo)
 
 

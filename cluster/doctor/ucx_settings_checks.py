@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from cluster.doctor.finding import Finding, Level
-from handoff.transports.ucx_env import NEEDED_FOR_SHARED_MEMORY, SETTINGS
+from handoff.transports.shared_pool import SETTING, shared_pools_allowed
+from handoff.transports.ucx_env import SETTINGS
 
 _OFF = ("n", "no", "0", "off")
 _PUT_PROTOCOLS = ("rndv/put/zcopy", "rndv/put/mtype")
 _SEGMENTS = {"posix", "sysv"}
-_LOCAL = _SEGMENTS | {"cma"}
-_ALIASES = {"all": _LOCAL, "shm": _LOCAL, "sm": _LOCAL}
+_ALIASES = ("all", "shm", "sm", "mm")
 _NOISY = ("debug", "trace", "data", "func", "poll")
 _PUT_RISK = "the sender could write into blocks that the receiver has given to another request"
 
@@ -19,7 +19,7 @@ def check_settings(environ: Mapping[str, str]) -> list[Finding]:
     """environ: of the process that starts nodes, before Prelay adds its own."""
     findings = [
         *_shared_memory(environ),
-        *_cma(environ),
+        *_shared_pools(environ),
         *_puts(environ),
         *_rendezvous(environ),
         *_log_level(environ),
@@ -38,37 +38,37 @@ def _no_spoilers(environ: Mapping[str, str]) -> Finding:
     return Finding(Level.OK, "Settings of yours", what)
 
 
-def allowed_transports(tls: str) -> set[str]:
-    """Those of this machine's own transports that a value of UCX_TLS lets UCX use; a leading ^ excludes the rest."""
+def allowed_segments(tls: str) -> set[str]:
+    """The kinds of shared memory that a value of UCX_TLS lets UCX use; a leading ^ excludes the rest."""
     listed = {name.strip().lstrip("\\") for name in tls.removeprefix("^").split(",")}
-    named = set[str]().union(*(_ALIASES.get(name, {name}) for name in listed))
-    return _LOCAL - named if tls.startswith("^") else _LOCAL & named
+    named = set[str]().union(*(_SEGMENTS if name in _ALIASES else {name} for name in listed))
+    return _SEGMENTS - named if tls.startswith("^") else _SEGMENTS & named
 
 
 def _shared_memory(environ: Mapping[str, str]) -> list[Finding]:
-    title = "Shared memory is left out"
+    """UCX uses it only where error handling is on, which nodes need."""
     tls = environ.get("UCX_TLS")
-    if tls is not None and not allowed_transports(tls) & _SEGMENTS:
-        what = f"UCX_TLS={tls} leaves shared memory out: nodes on one machine would use TCP, ten times slower."
-        return [Finding(Level.SLOW, title, what, "Unset UCX_TLS, or add shm to it.")]
-    if all(_is_off(environ, name) for name in NEEDED_FOR_SHARED_MEMORY):
-        names = " and ".join(NEEDED_FOR_SHARED_MEMORY)
-        what = f"{names} are off: nodes on one machine would use TCP, ten times slower."
-        return [Finding(Level.SLOW, title, what, f"Unset {names}.")]
-    return []
+    if tls is None:
+        return []
+    used = [name for name in sorted(allowed_segments(tls)) if not _is_off(environ, _error_handling(name), "n")]
+    if not used:
+        return []
+    what = (
+        f"UCX_TLS={tls} with {_error_handling(used[0])} lets UCX use shared memory of its own, where a process that is"
+        " killed while it writes blocks the others for ever. Nodes of one machine don't need it."
+    )
+    return [Finding(Level.SLOW, "UCX uses its shared memory", what, "Unset UCX_TLS, or set it to ^sm.")]
 
 
-def _cma(environ: Mapping[str, str]) -> list[Finding]:
-    title = "CMA is left out"
-    tls = environ.get("UCX_TLS")
-    allowed = _LOCAL if tls is None else allowed_transports(tls)
-    if allowed & _SEGMENTS and "cma" not in allowed:
-        what = f"UCX_TLS={tls} leaves CMA out: every byte between nodes on one machine would be copied twice."
-        return [Finding(Level.SLOW, title, what, "Unset UCX_TLS, or add cma to it.")]
-    if _is_off(environ, "UCX_CMA_MEMORY_INVALIDATE"):
-        what = "UCX_CMA_MEMORY_INVALIDATE is off: every byte between nodes on one machine would be copied twice."
-        return [Finding(Level.SLOW, title, what, "Unset UCX_CMA_MEMORY_INVALIDATE.")]
-    return []
+def _error_handling(segment: str) -> str:
+    return f"UCX_{segment.upper()}_ERROR_HANDLING"
+
+
+def _shared_pools(environ: Mapping[str, str]) -> list[Finding]:
+    if shared_pools_allowed(environ):
+        return []
+    what = f"{SETTING}={environ[SETTING]}: bytes between nodes on one machine go by TCP, ten times slower than a copy."
+    return [Finding(Level.SLOW, "Nodes don't read each other's pools", what, f"Unset {SETTING}.")]
 
 
 def _puts(environ: Mapping[str, str]) -> list[Finding]:
@@ -112,5 +112,5 @@ def _log_level(environ: Mapping[str, str]) -> list[Finding]:
     return [Finding(Level.SLOW, "UCX writes a log", what, "Unset UCX_LOG_LEVEL.")]
 
 
-def _is_off(environ: Mapping[str, str], name: str) -> bool:
-    return environ.get(name, "y").lower() in _OFF
+def _is_off(environ: Mapping[str, str], name: str, default: str = "y") -> bool:
+    return environ.get(name, default).lower() in _OFF

@@ -38,7 +38,7 @@ class PeerLost(TransferError):
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How two nodes are joined: `lane` names what carries bulk bytes ("memory", "shm", "shm+cma", "tcp", ...)."""
+    """How two nodes are joined: `lane` names what carries bulk bytes ("memory", "shm", "cma", "tcp", ...)."""
 
     peer: str
     lane: str

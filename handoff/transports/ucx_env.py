@@ -12,11 +12,9 @@ import structlog
 log = structlog.get_logger()
 
 SETTINGS: dict[str, str] = {
-    # Endpoints are made with error handling; without these two UCX then leaves shared memory out, for TCP.
-    "UCX_POSIX_ERROR_HANDLING": "y",
-    "UCX_SYSV_ERROR_HANDLING": "y",
-    # Lets endpoints with error handling read the peer's memory directly (CMA): one copy, made by the receiver.
-    "UCX_CMA_MEMORY_INVALIDATE": "y",
+    # No shared memory of UCX's: who is killed while it writes into a queue there blocks that queue for all who live.
+    # Nodes of one machine copy from each other's pools by themselves (ucx_shared); their words go by TCP.
+    "UCX_TLS": "^sm",
     # No rendezvous in which the sender writes into the receiver's pool: a receiver whose requests have ended must
     # be quiet. Not done by RNDV_SCHEME=get_zcopy, which turns rendezvous off on TCP.
     "UCX_PROTOS": "^rndv/put/*",
@@ -25,7 +23,6 @@ SETTINGS: dict[str, str] = {
     # ucxx itself sets variables that this UCX may not know; the warning would be about ours, not the user's.
     "UCX_WARN_UNUSED_ENV_VARS": "n",
 }
-NEEDED_FOR_SHARED_MEMORY = ("UCX_POSIX_ERROR_HANDLING", "UCX_SYSV_ERROR_HANDLING")
 
 _logged = False
 

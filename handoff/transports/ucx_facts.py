@@ -24,7 +24,7 @@ _LIBRARY = re.compile(r"(/\S*/libucp\.so\S*)")
 class UcxFacts:
     """path: of the loaded libucp. modules: transports built as plugins ("cma", "cuda", "ib", "rdmacm", ...).
 
-    lanes: transport/device pairs that UCX can use here with the environment as it is ("posix/memory", "tcp/eth0").
+    lanes: transport/device pairs that UCX can use here with the environment as it is ("tcp/eth0", "rc_mlx5/mlx5_0:1").
     """
 
     version: str

@@ -4,12 +4,11 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from handoff.transports.ucx_env import NEEDED_FOR_SHARED_MEMORY
+from handoff.transports.shared_pool import SETTING, shared_pools_allowed
 from handoff.transports.ucx_wire import PoolPlace
 
 _FIELD_TRANSPORTS = 1 << 3  # UCP_EP_ATTR_FIELD_TRANSPORTS
 _MAX_LANES = 32
-_SHARED_MEMORY = ("posix", "sysv", "xpmem")
 _NO_BULK = ("self", "cuda_copy")
 
 
@@ -36,7 +35,7 @@ class _EndpointAttributes(ctypes.Structure):  # ucp_ep_attr_t
 
 
 def endpoint_transports(endpoint: int) -> list[str]:
-    """UCX's names of the transports of an endpoint (a `ucp_ep_h`), e.g. ["sysv", "posix", "cma"]; [] if unknown.
+    """UCX's names of the transports of an endpoint (a `ucp_ep_h`), e.g. ["rc_mlx5", "tcp"]; [] if unknown.
 
     ucxx doesn't expose the query; UCX is already loaded, so this finds the same library.
     """
@@ -54,18 +53,9 @@ def endpoint_transports(endpoint: int) -> list[str]:
 
 
 def lane_name(transports: Sequence[str]) -> str:
-    """UCX's way for bulk bytes: "shm+cma", "shm+bounce", "rc_mlx5", "tcp", ...; TCP counts only when alone.
-
-    shm+bounce: both sides copy, through a buffer in shared memory.
-    """
-    names: list[str] = []
-    for transport in transports:
-        name = "shm" if transport in _SHARED_MEMORY else transport
-        if name not in names and name not in _NO_BULK:
-            names.append(name)
+    """UCX's way for bulk bytes: "rc_mlx5", "cuda_ipc", "tcp", ...; TCP counts only when alone."""
+    names = [name for name in dict.fromkeys(transports) if name not in _NO_BULK]
     fast = [name for name in names if name != "tcp"]
-    if fast == ["shm"]:
-        return "shm+bounce"
     return "+".join(fast or names) or "unknown"
 
 
@@ -80,17 +70,16 @@ def pool_lane(place: PoolPlace) -> str:
 
 
 def lane_warning(lane: str, same_host: bool, environ: Mapping[str, str]) -> str | None:
-    """A sentence for the user when two nodes on one machine are joined by TCP."""
+    """A sentence for the user when the bytes between two nodes on one machine go by TCP."""
     if not same_host or "tcp" not in lane.replace(",", "").split():
         return None
-    problem = "Both nodes are on this machine, yet UCX joins them by TCP, which is about ten times slower than"
-    tls = environ.get("UCX_TLS")
-    if tls is not None and "shm" not in tls and "all" not in tls:
-        return f"{problem} shared memory: UCX_TLS={tls} leaves shared memory out. Unset it, or add shm."
-    off = [name for name in NEEDED_FOR_SHARED_MEMORY if environ.get(name, "n").lower() in ("n", "no", "0")]
-    if len(off) == len(NEEDED_FOR_SHARED_MEMORY):
-        return f"{problem} shared memory: {' and '.join(off)} are off. Unset them, or set them to y."
-    return f"{problem} shared memory: the two processes can't share it (containers with separate IPC namespaces?)."
+    problem = "Both nodes are on this machine, yet bytes between them go by TCP, about ten times slower than a copy:"
+    if not shared_pools_allowed(environ):
+        return f"{problem} {SETTING}={environ[SETTING]} forbids to read the other's pool. Unset it."
+    return (
+        f"{problem} one can't read the other's pool. Give both one user and one PID namespace (containers:"
+        " --pid=host); the log of the one that reads says what it met."
+    )
 
 
 def host_identity() -> bytes:

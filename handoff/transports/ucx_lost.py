@@ -1,8 +1,8 @@
 """The transfers of lost peers, until UCX has let go of their memory. On the transport's thread, which goes on with
 its other peers meanwhile.
 
-Closing a peer's endpoint ends its transfers, mostly at once. UCX keeps a send open for ever if the shared queue of a
-dead peer is full; but a closed endpoint moves no byte of it any more, so it is let go of after a while. A receive is
+Closing a peer's endpoint ends its transfers, mostly at once. UCX has been seen to keep a send open for ever (to a dead
+peer's full queue); but a closed endpoint moves no byte of it any more, so it is let go of after a while. A receive is
 another matter: whoever lives may still write there, so it is waited for.
 """
 

@@ -63,7 +63,7 @@ def test_a_pool_whose_file_may_shrink_is_left_to_ucx(start: Start) -> None:
     source, destination = start("source", unsealed_memory), start("destination", shared_memory)
     source.fill(6)
     join(source, destination)
-    assert lanes(destination) == ["shm+cma in, shm out"]
+    assert lanes(destination) == ["tcp in, shm out"]
     assert_moves(source, destination, 1, [100_000, 5])
     assert_moves(destination, source, 1, [100_000, 5])
 
@@ -82,7 +82,7 @@ def test_an_address_that_names_another_is_left_to_ucx(start: Start, memory: Call
         place = replace(address.place, control_fd=own.place.control_fd)
     destination.transport.connect(source.name, replace(address, place=place).pack())
     source.transport.connect(destination.name, destination.transport.address)
-    assert lanes(destination)[0].startswith("shm+cma in")
+    assert lanes(destination)[0].startswith("tcp in")
     assert_moves(source, destination, 1, [100_000, 5])
 
 
@@ -95,7 +95,7 @@ def test_the_setting_leaves_all_to_ucx(
     monkeypatch.delenv(SETTING)
     on = start("on", memory)
     join(on, off)
-    assert (lanes(on), lanes(off)) == (["shm+cma"], ["shm+cma"])
+    assert (lanes(on), lanes(off)) == (["tcp"], ["tcp"])
     assert_moves(on, off, 1, [100_000, 5])
 
 

@@ -49,17 +49,6 @@ def assert_serves(survivor: RemoteNode, other: RemoteNode) -> None:
         assert outcomes[before[node] :] == ["None", "None"]
 
 
-@pytest.fixture(autouse=True)
-def a_known_fault_of_shared_queues(request: pytest.FixtureRequest) -> None:
-    """UCX's queue in shared memory stays blocked for all senders when one dies while it writes an entry: the survivor's
-    thread spins and hears nobody. To be mended by a new worker; until then a kill on one machine may show it.
-    """
-    parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    if parameters.get("death") is signal.SIGKILL and parameters.get("environ") != LANES["tcp"]:
-        reason = "a process killed while it writes blocks the survivor's shared queue"
-        request.node.add_marker(pytest.mark.xfail(strict=False, reason=reason))
-
-
 @ON_ALL_LANES
 @DEATHS
 @pytest.mark.parametrize("victim", ["source", "destination"])

@@ -5,7 +5,7 @@ import signal
 import time
 
 import pytest
-from remote_nodes import ANSWER_TIMEOUT_S, BY_TCP, BY_UCX, LANES, OUTCOME_TIMEOUT_S, WHOLE, StartPair, move_whole_pool
+from remote_nodes import ANSWER_TIMEOUT_S, BY_TCP, LANES, OUTCOME_TIMEOUT_S, WHOLE, StartPair, move_whole_pool
 
 
 @pytest.mark.parametrize("expected", LANES)
@@ -17,25 +17,14 @@ def test_the_pool_arrives_and_the_lane_is_named(start_pair: StartPair, expected:
         assert linked == peer
         assert lane == expected
         if lane == "tcp":
-            assert "UCX_TLS=tcp leaves shared memory out" in warning
+            assert "PRELAY_SHARED_POOLS=n forbids" in warning
         else:
             assert warning is None
 
 
-def test_switched_off_shared_memory_is_told(start_pair: StartPair) -> None:
-    off = ("UCX_POSIX_ERROR_HANDLING", "UCX_SYSV_ERROR_HANDLING", "UCX_CMA_MEMORY_INVALIDATE")
-    source, _ = start_pair(dict.fromkeys(off, "n") | BY_UCX)
-    ((_, lane, warning),) = source.do("links")
-    assert lane == "tcp"
-    assert "UCX_POSIX_ERROR_HANDLING and UCX_SYSV_ERROR_HANDLING are off" in warning
-
-
-@pytest.mark.parametrize("environ", [BY_UCX, BY_TCP], ids=["ucx", "tcp"])
 @pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_source_that_dies_in_the_middle(
-    start_pair: StartPair, environ: dict[str, str], death: signal.Signals
-) -> None:
-    source, destination = start_pair(environ)
+def test_a_source_that_dies_in_the_middle(start_pair: StartPair, death: signal.Signals) -> None:
+    source, destination = start_pair(BY_TCP)
     for channel in range(4):
         destination.do("post", way="receive", peer="source", channel=channel, **WHOLE)
     source.do("post", way="send", peer="destination", channel=0, count=100, length=1 << 20)
@@ -56,7 +45,7 @@ def test_a_source_that_dies_in_the_middle(
 
 
 def test_a_destination_that_dies_in_the_middle(start_pair: StartPair) -> None:
-    source, destination = start_pair(BY_UCX)
+    source, destination = start_pair(BY_TCP)
     destination.do("post", way="receive", peer="source", channel=0, count=3, length=1 << 20)
     source.do("post", way="send", peer="destination", channel=0, **WHOLE)
     source.do("post", way="send", peer="destination", channel=1, count=5000, length=1000)
@@ -68,8 +57,8 @@ def test_a_destination_that_dies_in_the_middle(start_pair: StartPair) -> None:
 
 
 def test_a_reset_connection_is_noticed_without_operations(start_pair: StartPair) -> None:
-    """TCP tells of a dead peer by itself, unlike shared memory."""
-    source, destination = start_pair({"UCX_TLS": "tcp"})
+    """The kernel tells of a dead peer by itself."""
+    source, destination = start_pair({})
     source.process.kill()
     deadline = time.monotonic() + OUTCOME_TIMEOUT_S
     while destination.do("links") and time.monotonic() < deadline:

@@ -47,7 +47,7 @@ COMPATIBILITY = Compatibility(
 )
 
 
-def node(name: str, role: str, peer: str, lane: str = "shm+cma", warning: str | None = None) -> dict[str, Any]:
+def node(name: str, role: str, peer: str, lane: str = "cma", warning: str | None = None) -> dict[str, Any]:
     """A node's line in /cluster/status, as far as the doctor reads it."""
     return {
         "node": name,

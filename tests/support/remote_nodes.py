@@ -15,12 +15,10 @@ ANSWER_TIMEOUT_S = 60.0
 OUTCOME_TIMEOUT_S = 20.0
 POOL_BYTES = 256 << 20
 WHOLE = {"count": 256, "length": 1 << 20}
-BY_UCX = {"PRELAY_SHARED_POOLS": "n"}
-BY_TCP = {"PRELAY_SHARED_POOLS": "n", "UCX_TLS": "tcp"}
+BY_TCP = {"PRELAY_SHARED_POOLS": "n"}
 LANES = {
     "cma": {"PRELAY_POOL_MEMORY": "private"},
     "shm": {"PRELAY_POOL_MEMORY": "shared"},
-    "shm+cma": BY_UCX,
     "tcp": BY_TCP,
 }
 """By lane: the environment that leads to it."""

@@ -25,7 +25,7 @@ def test_nodes_that_are_joined_well() -> None:
     findings = check_cluster(status())
     assert levels(findings) == {Level.OK}
     assert findings[0].what == "prefill-0, decode-0."
-    assert findings[1].title == "prefill-0 -> decode-0: shm+cma"
+    assert findings[1].title == "prefill-0 -> decode-0: cma"
 
 
 @pytest.mark.parametrize("slow", ["prefill-0", "decode-0"])
@@ -33,7 +33,7 @@ def test_a_warning_of_either_end_is_told(slow: str) -> None:
     role, peer = ("prefill", "decode-0") if slow == "prefill-0" else ("decode", "prefill-0")
     finding = only_bad(check_cluster(status(node(slow, role, peer, "tcp", "UCX joins them by TCP."))))
     assert finding.level is Level.SLOW
-    assert finding.title == "prefill-0 -> decode-0: shm+cma/tcp"
+    assert finding.title == "prefill-0 -> decode-0: cma/tcp"
     assert finding.what == "UCX joins them by TCP."
 
 
@@ -59,7 +59,7 @@ def test_each_pair_has_a_line() -> None:
     source = node("prefill-0", "prefill", "decode-0")
     source["links"] += [{"peer": "decode-1", "lane": "tcp", "warning": None}]
     titles = [finding.title for finding in check_cluster(status(source, second))[1:]]
-    assert titles == ["prefill-0 -> decode-0: shm+cma", "prefill-0 -> decode-1: shm+cma/tcp"]
+    assert titles == ["prefill-0 -> decode-0: cma", "prefill-0 -> decode-1: cma/tcp"]
 
 
 def test_nodes_that_are_lost_or_silent() -> None:
@@ -80,9 +80,9 @@ def test_a_server_that_does_not_answer_and_none_at_all() -> None:
 def test_settings_that_the_server_was_started_with() -> None:
     assert check_server_settings({}) == []
     assert check_server_settings({"UCX_TLS": "all"}) == []
-    finding = only_bad(check_server_settings({"UCX_TLS": "tcp"}))
-    assert finding.title == "Settings of the server: Shared memory is left out"
-    assert finding.what_to_do == "Unset UCX_TLS, or add shm to it. Then restart the server."
+    finding = only_bad(check_server_settings({"PRELAY_SHARED_POOLS": "n"}))
+    assert finding.title == "Settings of the server: Nodes don't read each other's pools"
+    assert finding.what_to_do == "Unset PRELAY_SHARED_POOLS. Then restart the server."
 
 
 def test_the_largest_pool() -> None:

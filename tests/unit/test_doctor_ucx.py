@@ -8,7 +8,7 @@ from doctor_facts import CUDA, NO_CUDA, PROBE, UCX, levels, only_bad
 from cluster.doctor.finding import Level
 from cluster.doctor.lane_checks import check_probe, no_probe
 from cluster.doctor.ucx_checks import check_ucx, no_ucx
-from cluster.doctor.ucx_settings_checks import allowed_transports, allows_puts, check_settings
+from cluster.doctor.ucx_settings_checks import allowed_segments, allows_puts, check_settings
 from handoff.transports.ucx_env import SETTINGS
 from handoff.transports.ucx_facts import lanes_in, library_in, modules_in
 from handoff.transports.ucx_probe import Rate
@@ -86,9 +86,10 @@ def test_lanes_modules_and_library_are_read() -> None:
         {},
         SETTINGS,
         {"UCX_TLS": "all"},
-        {"UCX_TLS": "tcp,sm"},
-        {"UCX_TLS": "posix,cma,tcp"},
-        {"UCX_TLS": "^rc,ud"},
+        {"UCX_TLS": "tcp"},
+        {"UCX_TLS": "^sm,ud", "UCX_POSIX_ERROR_HANDLING": "y"},
+        {"UCX_TLS": "posix,tcp", "UCX_SYSV_ERROR_HANDLING": "y"},
+        {"PRELAY_SHARED_POOLS": "y"},
         {"UCX_PROTOS": "^rndv/put/zcopy,rndv/put/mtype"},
         {"UCX_POSIX_ERROR_HANDLING": "n"},
         {"UCX_RNDV_SCHEME": "auto", "UCX_RNDV_THRESH": "8k", "UCX_LOG_LEVEL": "info", "HOME": "/root"},
@@ -101,17 +102,9 @@ def test_settings_that_do_no_harm(environ: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("environ", "level", "title"),
     [
-        ({"UCX_TLS": "tcp"}, Level.SLOW, "Shared memory is left out"),
-        ({"UCX_TLS": "^shm"}, Level.SLOW, "Shared memory is left out"),
-        ({"UCX_TLS": "^posix,sysv"}, Level.SLOW, "Shared memory is left out"),
-        (
-            {"UCX_POSIX_ERROR_HANDLING": "n", "UCX_SYSV_ERROR_HANDLING": "no"},
-            Level.SLOW,
-            "Shared memory is left out",
-        ),
-        ({"UCX_TLS": "posix,tcp"}, Level.SLOW, "CMA is left out"),
-        ({"UCX_TLS": "^cma"}, Level.SLOW, "CMA is left out"),
-        ({"UCX_CMA_MEMORY_INVALIDATE": "n"}, Level.SLOW, "CMA is left out"),
+        ({"UCX_TLS": "all", "UCX_POSIX_ERROR_HANDLING": "y"}, Level.SLOW, "UCX uses its shared memory"),
+        ({"UCX_TLS": "^posix", "UCX_SYSV_ERROR_HANDLING": "y"}, Level.SLOW, "UCX uses its shared memory"),
+        ({"PRELAY_SHARED_POOLS": "n"}, Level.SLOW, "Nodes don't read each other's pools"),
         ({"UCX_PROTOS": "all"}, Level.BROKEN, "The sender may write into the receiver's memory"),
         ({"UCX_PROTOS": "^rndv/get/*"}, Level.BROKEN, "The sender may write into the receiver's memory"),
         ({"UCX_PROTO_ENABLE": "n"}, Level.BROKEN, "The sender may write into the receiver's memory"),
@@ -132,9 +125,10 @@ def test_what_prelay_sets_is_told() -> None:
 
 
 def test_values_of_ucx_tls() -> None:
-    assert allowed_transports("sm") == {"posix", "sysv", "cma"}
-    assert allowed_transports("\\posix,tcp") == {"posix"}
-    assert allowed_transports("^posix") == {"sysv", "cma"}
+    assert allowed_segments("sm") == {"posix", "sysv"}
+    assert allowed_segments("\\posix,tcp") == {"posix"}
+    assert allowed_segments("^posix") == {"sysv"}
+    assert allowed_segments("^mm") == set()
 
 
 def test_values_of_ucx_protos() -> None:
@@ -154,14 +148,10 @@ def test_a_fast_lane_is_fine() -> None:
 
 
 def test_tcp_between_processes_of_one_machine() -> None:
-    finding = only_bad(check_probe(replace(PROBE, lane="tcp", warning="UCX_TLS=tcp leaves shared memory out.")))
+    finding = only_bad(check_probe(replace(PROBE, lane="tcp", warning="PRELAY_SHARED_POOLS=n forbids it.")))
     assert finding.level is Level.SLOW
-    assert "UCX_TLS=tcp" in finding.what
-
-
-def test_shared_memory_by_ucx() -> None:
-    assert "copied twice" in only_bad(check_probe(replace(PROBE, lane="shm+bounce"))).what
-    assert "one by one" in only_bad(check_probe(replace(PROBE, lane="shm+cma"))).what
+    assert finding.what == "PRELAY_SHARED_POOLS=n forbids it."
+    assert "one by one" in only_bad(check_probe(replace(PROBE, lane="tcp", warning=None))).what
 
 
 def test_a_share_of_memcpy_under_the_threshold() -> None:
