@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -13,7 +13,8 @@ from ray.exceptions import RayActorError, RayTaskError
 from cluster.adapter_rollout import AdapterRollout
 from cluster.errors import NodeLost, NoNodeLeft
 from handoff.coordinator import Order
-from handoff.driver import Driver, DriverLimits, HandoffRecord
+from handoff.drive import HandoffRecord
+from handoff.driver import Driver, DriverLimits
 from handoff.leases import HandoffKey, LeaseKeeper
 from handoff.logs import configure_logs
 from handoff.node_actor import ADAPTER_TIMEOUT_S
@@ -112,7 +113,7 @@ class CoordinatorActor:
         self._handles = {**prefill, **decode}
         self._pools = {"prefill": list(prefill), "decode": list(decode)}
         nodes = RayNodes(self._handles)
-        self._driver = Driver(nodes, self._limits, time.monotonic, self._on_record, self._on_orphan)
+        self._driver = Driver(nodes, self._limits, time.monotonic, self._on_record, self._on_orphan, self._another)
         self._rollout = AdapterRollout(nodes, self._alive_nodes, ADAPTER_ANSWER_TIMEOUT_S)
         keeper = LeaseKeeper(nodes, self._driver.live_handoffs, self._lease_s)
         self._watches = [asyncio.create_task(keeper.run()), asyncio.create_task(self._ping_nodes())]
@@ -184,6 +185,12 @@ class CoordinatorActor:
             raise NoNodeLeft(f"no {role} node is alive; restart the server")
         driver = self._running()
         return least_loaded(alive, {node: driver.load(node) for node in alive}, self._turn)
+
+    def _another(self, request: Request, not_these: Collection[NodeId]) -> NodeId | None:
+        """A decode node for KV that is still held, whose first destination has failed."""
+        left = [node for node in self._alive("decode") if node not in not_these]
+        driver = self._running()
+        return least_loaded(left, {node: driver.load(node) for node in left}, self._turn) if left else None
 
     def _alive(self, role: str) -> list[NodeId]:
         return [node for node in self._pools[role] if node not in self._lost]

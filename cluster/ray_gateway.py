@@ -10,7 +10,7 @@ from ray.exceptions import RayTaskError
 from cluster.gateway import GatewayError, Overloaded, RequestRejected, ServiceFailed, TokenOutput
 from cluster.token_streams import TokenStreams
 from handoff.coordinator import Completion
-from handoff.driver import HandoffRecord
+from handoff.drive import HandoffRecord
 from scheduler.adapters import AdapterRefused
 from scheduler.ids import RequestId
 from scheduler.request import Request

@@ -4,12 +4,17 @@
     source_first       PREFILLING --> RESERVING --> TRANSFERRING --> ...
 
                        PREFILLING --first token ended the request--> CLEANING_UP --> DONE
+    RESERVING .. ACTIVATING --destination failed--> REDIRECTING --cancelled there--> RESERVING, of another one
+                                                               `--not held yet--> PREFILLING, source first
     any of them        --failed, timed out, cancelled--> CLEANING_UP --> DONE
     DONE (success)     --cancelled while the destination decodes--> CLEANING_UP --> DONE
 
 With the destination first, the prefill is submitted with its destination: the source starts the transfer by itself in
 the boundary in which it is held, so no round trip lies between the first token and the bytes. With the source first,
 StartTransfer is a command.
+
+A destination that fails before it runs costs no prefill: the source is kept, and another destination reserved, as often
+as `redirects_left` says. From then on the handoff goes on with the source first.
 
 Rules that must stay true:
 - The source is released strictly after the activation was acknowledged as applied.
@@ -37,6 +42,7 @@ class Phase(Enum):
     NEW = "new"
     RESERVING = "reserving"
     PREFILLING = "prefilling"
+    REDIRECTING = "redirecting"
     TRANSFERRING = "transferring"
     ACTIVATING = "activating"
     RELEASING = "releasing"
@@ -104,6 +110,13 @@ class TransferLanded:
 
 
 @dataclass(frozen=True, slots=True)
+class DestinationFailed:
+    """The destination, or the way to it, is of no use any more; the source is as it was."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     reason: str
 
@@ -126,6 +139,7 @@ Event: TypeAlias = (
     | SourceHasFinished
     | DestinationIsReserved
     | TransferLanded
+    | DestinationFailed
     | Failed
     | Cancelled
     | Acknowledged
@@ -140,6 +154,9 @@ _EXPECTED: dict[ActionKind, frozenset[Outcome]] = {
     ActionKind.CANCEL_SOURCE: frozenset({Outcome.APPLIED, Outcome.NOOP}),
     ActionKind.CANCEL_DESTINATION: frozenset({Outcome.APPLIED, Outcome.NOOP}),
 }
+_DEAF = frozenset({Phase.REDIRECTING, Phase.CLEANING_UP, Phase.DONE})
+"""Phases in which a fact changes no plan."""
+_NEEDS_DESTINATION = frozenset({Phase.RESERVING, Phase.PREFILLING, Phase.TRANSFERRING, Phase.ACTIVATING})
 _CLEANUPS = frozenset({ActionKind.CANCEL_SOURCE, ActionKind.CANCEL_DESTINATION})
 
 
@@ -147,7 +164,8 @@ _CLEANUPS = frozenset({ActionKind.CANCEL_SOURCE, ActionKind.CANCEL_DESTINATION})
 class Handoff:
     """The state. issued: every action so far, by id; acknowledged: their outcomes.
 
-    completion: what DONE means, or what CLEANING_UP will end in. reason: why it failed.
+    completion: what DONE means, or what CLEANING_UP will end in. reason: why it failed. redirects_left: to how many
+    other destinations it may go. is_held: the source said so.
     """
 
     handoff_id: HandoffId
@@ -158,6 +176,8 @@ class Handoff:
     acknowledged: dict[int, Outcome] = field(default_factory=dict)
     completion: Completion | None = None
     reason: str = ""
+    redirects_left: int = 0
+    is_held: bool = False
 
     def has_issued(self, kind: ActionKind) -> bool:
         return any(action.kind is kind for action in self.issued)
@@ -193,6 +213,8 @@ def advance(handoff: Handoff, event: Event) -> Step:
             return _give_up(handoff, Completion.CANCELLED, "")
         case Failed(reason):
             return _give_up(handoff, Completion.FAILED, reason)
+        case DestinationFailed(reason):
+            return _redirect(handoff, reason)
         case _:
             return _fact(handoff, event)
 
@@ -215,6 +237,7 @@ def _fact(handoff: Handoff, event: Event) -> Step:
             return _enter(handoff, Phase.TRANSFERRING, ActionKind.START_TRANSFER)
         case Phase.PREFILLING, SourceIsHeld():
             _require_acknowledged(handoff, ActionKind.SUBMIT_PREFILL, event)
+            handoff = replace(handoff, is_held=True)
             if handoff.order is Order.DESTINATION_FIRST:
                 return replace(handoff, phase=Phase.TRANSFERRING), ()
             return _enter(handoff, Phase.RESERVING, ActionKind.RESERVE_DESTINATION)
@@ -223,12 +246,17 @@ def _fact(handoff: Handoff, event: Event) -> Step:
         case Phase.PREFILLING, TransferLanded() if handoff.order is Order.DESTINATION_FIRST:
             # The destination's word may overtake the source's: what has landed was held.
             _require_acknowledged(handoff, ActionKind.SUBMIT_PREFILL, event)
+            handoff = replace(handoff, is_held=True)
             return _enter(handoff, Phase.ACTIVATING, ActionKind.ACTIVATE_DESTINATION)
         case Phase.TRANSFERRING, TransferLanded():
             if handoff.order is Order.SOURCE_FIRST:
                 _require_acknowledged(handoff, ActionKind.START_TRANSFER, event)
             return _enter(handoff, Phase.ACTIVATING, ActionKind.ACTIVATE_DESTINATION)
-    if handoff.phase in (Phase.CLEANING_UP, Phase.DONE) or _is_past(handoff, event):
+        case Phase.REDIRECTING, SourceIsHeld():
+            return replace(handoff, is_held=True), ()
+        case Phase.REDIRECTING, SourceHasFinished():
+            return _give_up(handoff, Completion.FINISHED_AT_SOURCE, "")
+    if handoff.phase in _DEAF or _is_past(handoff, event):
         return handoff, ()
     raise UnexpectedEvent(handoff, event)
 
@@ -267,17 +295,21 @@ def _acknowledge(handoff: Handoff, event: Acknowledged) -> Step:
         raise UnexpectedEvent(handoff, event)
     handoff = replace(handoff, acknowledged={**handoff.acknowledged, action.action_id: event.outcome})
     expected = event.outcome in _EXPECTED[action.kind]
+    if handoff.phase is Phase.REDIRECTING and (expected or action.kind is not ActionKind.SUBMIT_PREFILL):
+        return _redirected(handoff, action)
     if action.kind in _CLEANUPS:
         # A side that can't be reached to cancel keeps its blocks until its inventory is reconciled.
         if not expected:
             reasons = (handoff.reason, f"{action.kind.value}: {event.reason or event.outcome.value}")
             handoff = replace(handoff, reason="; ".join(filter(None, reasons)))
         return _finish_cleanup(handoff)
-    if handoff.phase in (Phase.CLEANING_UP, Phase.DONE):
+    if handoff.phase in (Phase.CLEANING_UP, Phase.DONE) or not _is_current(handoff, action):
         return handoff, ()
     complaint = "" if expected else f"{action.kind.value}: {event.reason or event.outcome.value}"
     if action.kind is ActionKind.RELEASE_SOURCE:
         return replace(handoff, phase=Phase.DONE, completion=Completion.HANDED_OVER, reason=complaint), ()
+    if complaint and action.kind in (ActionKind.RESERVE_DESTINATION, ActionKind.ACTIVATE_DESTINATION):
+        return _redirect(handoff, complaint)
     if complaint:
         return _give_up(handoff, Completion.FAILED, complaint)
     if action.kind is ActionKind.ACTIVATE_DESTINATION:
@@ -303,11 +335,43 @@ def _give_up(handoff: Handoff, completion: Completion, reason: str) -> Step:
     return handoff, actions
 
 
+def _redirect(handoff: Handoff, reason: str) -> Step:
+    """Give the destination up and keep the source, if it may be used for another one."""
+    if handoff.phase in _DEAF or handoff.phase is Phase.RELEASING:
+        return handoff, ()
+    destined = handoff.phase in _NEEDS_DESTINATION and handoff.has_issued(ActionKind.RESERVE_DESTINATION)
+    if not destined or not handoff.has_issued(ActionKind.SUBMIT_PREFILL) or not handoff.redirects_left:
+        return _give_up(handoff, Completion.FAILED, reason)
+    handoff = replace(handoff, redirects_left=handoff.redirects_left - 1, order=Order.SOURCE_FIRST, reason=reason)
+    return _enter(handoff, Phase.REDIRECTING, ActionKind.CANCEL_DESTINATION)
+
+
+def _redirected(handoff: Handoff, action: Action) -> Step:
+    """Go on once the old destination was told. One that can't be told is lost, or will find out by itself."""
+    if action.action_id != _last(handoff, ActionKind.CANCEL_DESTINATION):
+        return handoff, ()
+    if handoff.is_held:
+        return _enter(handoff, Phase.RESERVING, ActionKind.RESERVE_DESTINATION)
+    return replace(handoff, phase=Phase.PREFILLING), ()
+
+
+def _last(handoff: Handoff, kind: ActionKind) -> int:
+    """The id of the newest action of this kind, 0 if there is none."""
+    return next((a.action_id for a in reversed(handoff.issued) if a.kind is kind), 0)
+
+
+def _is_current(handoff: Handoff, action: Action) -> bool:
+    """Not of a destination that was given up since."""
+    return action.kind in (ActionKind.SUBMIT_PREFILL, ActionKind.RELEASE_SOURCE) or action.action_id > _last(
+        handoff, ActionKind.CANCEL_DESTINATION
+    )
+
+
 def _cleanups_for(handoff: Handoff) -> list[ActionKind]:
     kinds = []
     if handoff.has_issued(ActionKind.SUBMIT_PREFILL):
         kinds.append(ActionKind.CANCEL_SOURCE)
-    if handoff.has_issued(ActionKind.RESERVE_DESTINATION):
+    if _last(handoff, ActionKind.RESERVE_DESTINATION) > _last(handoff, ActionKind.CANCEL_DESTINATION):
         kinds.append(ActionKind.CANCEL_DESTINATION)
     return kinds
 

@@ -110,6 +110,11 @@ class Exchange:
         with self._lock:
             self._sender.offer(peer, handoff_id, attempt, request_id, prompt_tokens, adapter)
 
+    def sending_to(self, handoff_id: HandoffId, attempt: int) -> str | None:
+        """Source: the peer of a transfer that has not ended."""
+        with self._lock:
+            return self._sender.peer_of(handoff_id, attempt)
+
     def advance(self, handoff_id: HandoffId, attempt: int, progress: Progress) -> None:
         """Source: more blocks are final, or the sequence lost its blocks."""
         with self._lock:

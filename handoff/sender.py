@@ -50,6 +50,11 @@ class Sender:
         self._transfers[key] = Outgoing(peer, prompt_tokens, *sizes, layers=self._wiring.layout.layers)
         self._wiring.send(peer, message)
 
+    def peer_of(self, handoff_id: HandoffId, attempt: int) -> str | None:
+        """Where a transfer that has not ended goes."""
+        out = self._transfers.get((handoff_id, attempt))
+        return None if out is None else out.peer
+
     def advance(self, handoff_id: HandoffId, attempt: int, progress: Progress) -> None:
         """More blocks are final, or the sequence lost its blocks."""
         key = (handoff_id, attempt)

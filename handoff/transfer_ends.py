@@ -54,4 +54,8 @@ class Ceased:
     attempt: int
 
 
+class StillSending(RuntimeError):
+    """Bytes of this handoff are under way to another destination: ask again when they have ended."""
+
+
 TransferEnd: TypeAlias = Landed | Sent | Broken | Ceased

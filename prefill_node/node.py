@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from handoff.node import MakeExchange, Node, Publish
-from handoff.transfer_ends import Broken, Landed, TransferEnd
+from handoff.transfer_ends import Broken, Landed, StillSending, TransferEnd
 from handoff.transfer_out import Progress
 from scheduler.commands import CancelSource, Command, CommandEffects, SubmitHandoffPrefill
 from scheduler.contract import DeviceIo, LayerWatch, Prefill, Row
@@ -72,7 +72,7 @@ class PrefillNode(Node[PrefillScheduler]):
         return self._loop.call(lambda: self._submit(command, send_to), command)
 
     def start_transfer(self, handoff_id: HandoffId, attempt: int, destination: NodeId) -> "Future[bool]":
-        """Send a held source to its destination. False if nothing is held under this id."""
+        """Send a held source to its destination. False if nothing is held under this id. Raises StillSending."""
         return self._loop.call(lambda: self._start(handoff_id, attempt, destination))
 
     def _submit(self, command: SubmitHandoffPrefill, send_to: NodeId | None) -> CommandEffects:
@@ -89,6 +89,10 @@ class PrefillNode(Node[PrefillScheduler]):
         held = self._scheduler.held(handoff_id, attempt)
         if held is None:
             return False
+        under_way_to = self._exchange.sending_to(handoff_id, attempt)
+        if under_way_to not in (None, destination):
+            self._exchange.cease(handoff_id, attempt, "redirected")
+            raise StillSending(f"{handoff_id} is still being sent to {under_way_to}")
         self._exchange.offer(destination, handoff_id, attempt, held.request_id, held.prompt_tokens, held.adapter)
         self._complete(handoff_id, attempt)
         return True

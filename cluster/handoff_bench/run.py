@@ -15,7 +15,8 @@ from cluster.handoff_bench.figures import Figures, Moved, figures
 from cluster.handoff_bench.nodes import DESTINATION, SOURCE, Host, LocalNode, NodeDoor, OnReport, ProcessNode
 from cluster.handoff_bench.spec import Spec
 from handoff.coordinator import Completion, Order
-from handoff.driver import Driver, DriverLimits, HandoffRecord
+from handoff.drive import HandoffRecord
+from handoff.driver import Driver, DriverLimits
 from handoff.report import NodeReport
 from handoff.transports.memory import MemoryFabric, MemoryTransport
 from scheduler.commands import Command, CommandEffects, SubmitHandoffPrefill

@@ -7,7 +7,8 @@ from typing import Any
 from scheduler_drive import request
 
 from handoff.coordinator import Order
-from handoff.driver import Driver, DriverLimits, HandoffRecord
+from handoff.drive import HandoffRecord
+from handoff.driver import Driver, DriverLimits
 from handoff.leases import HandoffKey
 from handoff.report import NodeReport
 from handoff.transfer_ends import Broken, Landed
@@ -81,7 +82,13 @@ class FakeNodes:
 class Bench:
     """A driver on fake nodes, with one handoff under way."""
 
-    def __init__(self, order: Order = Order.DESTINATION_FIRST, limits: DriverLimits | None = None) -> None:
+    def __init__(
+        self,
+        order: Order = Order.DESTINATION_FIRST,
+        limits: DriverLimits | None = None,
+        destinations: Sequence[NodeId] = (D,),
+    ) -> None:
+        """destinations: those there are, for a handoff that is redirected."""
         self.nodes = FakeNodes()
         self.now = 0.0
         self.records: list[HandoffRecord] = []
@@ -93,6 +100,7 @@ class Bench:
             lambda: self.now,
             self.records.append,
             lambda request_id, reason: self.orphans.append((request_id, reason)),
+            lambda request, not_these: next((d for d in destinations if d not in not_these), None),
         )
 
     async def begin(self) -> "asyncio.Task[HandoffRecord]":
@@ -100,10 +108,10 @@ class Bench:
         await settle()
         return task
 
-    async def report(self, *facts: LifecycleEvent | Landed | Broken) -> None:
+    async def report(self, *facts: LifecycleEvent | Landed | Broken, node: NodeId = D) -> None:
         events = tuple(f for f in facts if not isinstance(f, Landed | Broken))
         transfers = tuple(f for f in facts if isinstance(f, Landed | Broken))
-        self.driver.on_report(NodeReport(D, 1, (), events, transfers))
+        self.driver.on_report(NodeReport(node, 1, (), events, transfers))
         await settle()
 
     async def hand_over(self) -> "asyncio.Task[HandoffRecord]":

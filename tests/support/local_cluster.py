@@ -15,7 +15,8 @@ from cluster.token_streams import TokenStreams
 from decode_node.node import DecodeNode
 from handoff.compatibility import Compatibility
 from handoff.coordinator import Completion, Order
-from handoff.driver import Driver, DriverLimits, HandoffRecord
+from handoff.drive import HandoffRecord
+from handoff.driver import Driver, DriverLimits
 from handoff.exchange import Exchange
 from handoff.leases import HandoffKey, LeaseKeeper
 from handoff.node import MakeExchange, Node

@@ -12,7 +12,7 @@ from cluster.ray_gateway import RayGateway
 from cluster.settings import Limits
 from cluster.token_streams import TokenStreams
 from handoff.coordinator import Completion
-from handoff.driver import HandoffRecord
+from handoff.drive import HandoffRecord
 from scheduler.adapters import AdapterRefused
 from scheduler.ids import HandoffId, NodeId, RequestId
 from scheduler.request import Request
