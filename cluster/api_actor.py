@@ -11,7 +11,7 @@ import uvicorn
 
 from cluster.api.app import create_app
 from cluster.api.settings import ApiSettings
-from cluster.api.tokenizer import ChatTokenizer
+from cluster.api.tokenizer import ChatTokenizer, load_tokenizers
 from cluster.gateway import ServiceFailed
 from cluster.listener import listen_on
 from cluster.model_files import eos_token_ids
@@ -45,6 +45,7 @@ class ApiActor:
     """Serves HTTP on host:port. deliver and fail are called by nodes and the coordinator."""
 
     def __init__(self, limits: Limits) -> None:
+        load_tokenizers()  # while the nodes load their model
         self._limits = limits
         self._streams = TokenStreams()
         self._server: _QuietServer | None = None

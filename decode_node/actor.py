@@ -3,13 +3,15 @@
 import time
 
 from decode_node.node import DecodeNode
-from device.build import build_router
 from handoff.node_actor import NodeActor
 from scheduler.decode_scheduler import DecodeScheduler
 
 
 class DecodeActor(NodeActor[DecodeNode]):
     def _build(self) -> tuple[DecodeNode, object]:
+        # Here, since every process that has a handle of this actor imports this file, and torch takes seconds.
+        from device.build import build_router
+
         config = self._config
         router = build_router(config.device)
         facts = router.facts()

@@ -2,7 +2,6 @@
 
 import time
 
-from device.build import build_router
 from handoff.node_actor import NodeActor
 from prefill_node.node import PrefillNode
 from scheduler.commands import CommandEffects, SubmitHandoffPrefill
@@ -20,6 +19,9 @@ class PrefillActor(NodeActor[PrefillNode]):
         return await self._at_boundary(self._running().start_transfer(handoff_id, attempt, destination))
 
     def _build(self) -> tuple[PrefillNode, object]:
+        # Here, since every process that has a handle of this actor imports this file, and torch takes seconds.
+        from device.build import build_router
+
         config = self._config
         router = build_router(config.device)
         facts = router.facts()

@@ -4,14 +4,24 @@ import inspect
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from cluster.api.detokenizer import Detokenizer, UnsupportedTokenizer, token_bytes_rule
 
-__all__ = ["ChatTemplateError", "ChatTokenizer", "UnsupportedTokenizer"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["ChatTemplateError", "ChatTokenizer", "UnsupportedTokenizer", "load_tokenizers"]
+
+
+def load_tokenizers() -> Any:
+    """The class `transformers.AutoTokenizer`; the first call takes seconds."""
+    # Not at the top: every process that has a handle of the API imports this file.
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 class ChatTemplateError(ValueError):
@@ -25,7 +35,7 @@ class ChatTokenizer:
     fails when two threads encode at once.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise UnsupportedTokenizer("The model's tokenizer has no fast (Rust) form, which streaming needs.")
@@ -44,7 +54,7 @@ class ChatTokenizer:
     @classmethod
     def from_pretrained(cls, path: str | Path, **options: Any) -> "ChatTokenizer":
         """Load from a model folder or a hub name, as `transformers.AutoTokenizer` does."""
-        return cls(AutoTokenizer.from_pretrained(path, **options))
+        return cls(load_tokenizers().from_pretrained(path, **options))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         # Alone of the encoders, the batched ones let other threads run meanwhile (a long text takes 0.5 s).
