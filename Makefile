@@ -1,7 +1,8 @@
 # make demo   set everything up and run the main job with a real small model
 # make test   set everything up and run all tests
 # make check  format, lint, types, import contracts
-# make soak [SOAK=20] [SEED=...]   property tests with SOAK times as many examples, random ones without a SEED; 10,000 handoffs
+# make soak [SOAK=20] [SEED=...]   property tests with SOAK times as many examples, random ones without a SEED; 10,000 handoffs,
+#                                  the main job with all its prompts
 # make sim [SEED=7]                the simulation, its random rounds with this seed only
 # make bench-serve URL=http://127.0.0.1:8000   load a running server
 
@@ -14,6 +15,7 @@ MODEL ?= smollm2
 ARGS ?=
 SOAK ?= 20
 SEED ?=
+SOAKED := tests/property $(patsubst %,tests/integration/test_%.py,handoff_soak main_job tiny_pool)
 
 .PHONY: demo test check format soak sim bench-serve clean
 
@@ -36,7 +38,7 @@ format: $(READY)
 soak: $(READY)
 	@seed=$(or $(SEED),$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')); \
 	again="make soak SOAK=$(SOAK) SEED=$$seed"; echo "$$again"; \
-	PRELAY_SOAK=$(SOAK) $(BIN)/pytest tests/property tests/integration/test_handoff_soak.py --timeout=0 --hypothesis-seed=$$seed $(ARGS) \
+	PRELAY_SOAK=$(SOAK) $(BIN)/pytest $(SOAKED) --timeout=0 --hypothesis-seed=$$seed $(ARGS) \
 		|| { echo "Failed. The same again: $$again"; exit 1; }
 
 sim: $(READY)

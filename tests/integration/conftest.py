@@ -4,16 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from reference import answers, prompts
+from reference import ANSWER_TOKENS, answers, main_prompts
 from remote_nodes import RemoteNode, StartNode, StartPair, join
-from served import Served, serve
+from served import Served, pools, serve
 from torch_threads import one_thread
 
 from device.models import default_home, resolve_model
 
 __all__ = ["one_thread"]
-
-ANSWER_TOKENS = 64
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +30,7 @@ def server_home(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) ->
 
 @pytest.fixture(scope="session")
 def questions(model_folder: Path) -> list[tuple[int, ...]]:
-    return prompts(model_folder)
+    return main_prompts(model_folder)
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +41,7 @@ def expected(model_folder: Path, questions: list[tuple[int, ...]]) -> list[list[
 @pytest.fixture(scope="session")
 def pair(server_home: Path) -> Iterator[Served]:
     """One prefill and one decode node, fp32, destination first."""
-    with serve(server_home, {"dtype": "fp32"}) as served:
+    with serve(server_home, {"dtype": "fp32", **pools()}) as served:
         yield served
 
 

@@ -1,15 +1,19 @@
-"""The main job against `transformers`: real model, real processes, real UCX, token by token."""
+"""The main job against `transformers`: real model, real processes, real UCX, token by token.
+
+12 prompts of 1 to 1,500 tokens and 32 tokens after each; 24 prompts and 64 tokens with PRELAY_SOAK set (`make soak`).
+"""
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from load import complete_all
-from served import Served, serve, wait_until
+from reference import ANSWER_TOKENS
+from served import Served, pools, serve, wait_until
 
 Prompts = list[tuple[int, ...]]
 AT_ONCE = 8
-ANSWER_TOKENS = 64
 BLOCK = 16
 
 
@@ -29,10 +33,10 @@ def assert_all_returned(served: Served) -> None:
         assert node["blocks"]["free"] + node["blocks"]["cached"] == node["blocks"]["total"]
 
 
-SHAPES = {
-    "1x1": {},
-    "2x2-destination-first": {"prefill": {"nodes": 2}, "decode": {"nodes": 2}},
-    "2x2-source-first": {"prefill": {"nodes": 2}, "decode": {"nodes": 2}, "order": "source_first"},
+SHAPES: dict[str, dict[str, Any]] = {
+    "1x1": pools(),
+    "2x2-destination-first": pools(nodes=2),
+    "2x2-source-first": {**pools(nodes=2), "order": "source_first"},
 }
 
 

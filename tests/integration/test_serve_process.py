@@ -12,12 +12,14 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from served import Served, environment, prelay, serve, stop, wait_until
+from served import Served, environment, pools, prelay, serve, stop, wait_until
 
 from benchmarks.idle import measure
 from cluster.running import find
 
 SHARED_MEMORY = Path("/dev/shm")
+SMALL_MIB = 128
+"""Holds one request of 2,000 tokens."""
 
 
 def shared_memory_files() -> set[str]:
@@ -35,6 +37,13 @@ def test_nothing_listens_beyond_loopback(pair: Served) -> None:
     assert [item for item in listening if not _is_loopback(item[1])] == []
 
 
+def test_the_nodes_give_way_to_nobody(pair: Served) -> None:
+    """Left to itself, Ray starts its workers at niceness 15, and any other busy process starves them."""
+    nodes = {process.name(): process.nice() for process in pair.family() if _is_node(process)}
+    assert len(nodes) == 2
+    assert set(nodes.values()) == {psutil.Process(pair.process.pid).nice()}, nodes
+
+
 def test_no_log_monitor_runs(pair: Served) -> None:
     commands = [" ".join(process.cmdline()) for process in pair.family()]
     assert any("gcs_server" in command for command in commands)
@@ -44,6 +53,11 @@ def test_no_log_monitor_runs(pair: Served) -> None:
 def test_an_idle_cluster_does_not_spin(pair: Served) -> None:
     """The measured figure is near 4 % of a core (benchmarks/idle.py); one spinning thread would be 100 %."""
     assert sum(percent for _, percent in measure(pair.process.pid, 5.0)) < 30
+
+
+def _is_node(process: psutil.Process) -> bool:
+    """Ray names it by its class and what it does, in 15 letters."""
+    return process.name().startswith(("ray::PrefillActo", "ray::DecodeActo"))
 
 
 def _is_loopback(address: str) -> bool:
@@ -150,7 +164,7 @@ def test_wrong_settings_are_refused_in_one_sentence(tmp_path: Path, arguments: l
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_it_stops_within_five_seconds_and_leaves_nothing(server_home: Path, how: signal.Signals) -> None:
     before = shared_memory_files()
-    with serve(server_home, {}) as served:
+    with serve(server_home, pools(kv_mib=SMALL_MIB)) as served:
         port = int(served.url.rsplit(":", 1)[1])
         with httpx.stream(
             "POST",
@@ -177,7 +191,7 @@ def test_it_stops_within_five_seconds_and_leaves_nothing(server_home: Path, how:
 
 
 def test_a_killed_decode_node_ends_its_requests_with_an_error(server_home: Path) -> None:
-    with serve(server_home, {}) as served:
+    with serve(server_home, pools(kv_mib=SMALL_MIB)) as served:
         request = {"model": "smollm2", "prompt": "Once", "max_tokens": 2000, "stream": True, "ignore_eos": True}
         with httpx.stream(
             "POST", f"{served.url}/v1/completions", json=request, timeout=30, trust_env=False

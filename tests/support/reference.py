@@ -7,9 +7,19 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+from determinism import SOAK
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 LENGTHS = (1, 2, 3, 5, 8, 15, 16, 17, 24, 31, 32, 33, 48, 64, 65, 100, 128, 200, 256, 400, 512, 777, 1100, 1500)
+
+REPRESENTATIVE = (1, 2, 8, 15, 16, 17, 24, 64, 100, 256, 512, 1500)
+"""The extremes, around a block's end, one chunk, several chunks."""
+ANSWER_TOKENS = 64 if SOAK else 32
+
+
+def main_prompts(folder: Path) -> list[tuple[int, ...]]:
+    """Those of the main job: of 12 lengths, or of all 24 with PRELAY_SOAK set."""
+    return [prompt for prompt in prompts(folder) if SOAK or len(prompt) in REPRESENTATIVE]
 
 
 def prompts(folder: Path, lengths: Sequence[int] = LENGTHS) -> list[tuple[int, ...]]:

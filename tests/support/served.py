@@ -65,6 +65,11 @@ def environment(home: Path) -> dict[str, str]:
     return {**os.environ, "PRELAY_HOME": str(home), "COLUMNS": "120"}
 
 
+def pools(nodes: int = 1, kv_mib: int = 512) -> dict[str, dict[str, int]]:
+    """Settings of both pools. kv_mib: a node faults its pool in when it starts, so no more than a test needs."""
+    return {role: {"nodes": nodes, "kv_mib": kv_mib} for role in ("prefill", "decode")}
+
+
 @contextmanager
 def serve(home: Path, settings: dict[str, Any]) -> Iterator[Served]:
     """Start `prelay serve` with these settings on a free port; stop it with SIGTERM on the way out."""
