@@ -1,6 +1,7 @@
 """The UCX transport: one thread that owns UCX, and blocks while nothing happens.
 
-Tags, addresses and hellos: `ucx_wire`. Peers and transfers: `ucx_worker`, `ucx_peer`. UCX's settings: `ucx_env`.
+Tags, addresses and hellos: `ucx_wire`. Who may speak: `ucx_seal`. Peers and transfers: `ucx_worker`, `ucx_peer`. UCX's
+settings: `ucx_env`.
 
 The thread polls while there's work, spins SPIN_S longer (the next piece or answer is often near), then arms UCX's
 event descriptor and sleeps on it and on an event of its own, which commands raise.
@@ -53,9 +54,14 @@ class UcxTransport:
 
     name = "ucx"
 
-    def __init__(self, peer_silence_s: float = PEER_SILENCE_S) -> None:
-        """peer_silence_s: how long a peer with pending operations may be silent; then they end with PeerLost."""
+    def __init__(self, peer_silence_s: float = PEER_SILENCE_S, secret: bytes = b"") -> None:
+        """peer_silence_s: how long a peer with pending operations may be silent; then they end with PeerLost.
+
+        secret: the cluster's. Peers with another one are refused, see `ucx_seal`; what was posted for them ends with
+        PeerLost.
+        """
         self._peer_silence_s = peer_silence_s
+        self._secret = secret
         self._commands: deque[_Command] = deque()
         self._lock = threading.Lock()
         self._stopping = False
@@ -140,7 +146,7 @@ class UcxTransport:
             from handoff.transports.ucx_worker import UcxWorker
 
             make_device_current(pool)
-            worker = UcxWorker(pool, on_message, self._peer_silence_s)
+            worker = UcxWorker(pool, on_message, self._peer_silence_s, self._secret)
         except Exception as error:
             self._failure = error
             self._shut(None)

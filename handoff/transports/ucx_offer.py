@@ -17,6 +17,10 @@ FRAME_PIECES = 16384
 _HEAD = struct.Struct("<4sIIQ")
 _MAGIC = b"PLO1"
 
+MAX_PART_BYTES = _HEAD.size + 16 * FRAME_PIECES
+MAX_PIECES = 1 << 24
+"""Of one operation."""
+
 Numbers = npt.NDArray[np.int64]
 
 
@@ -44,6 +48,8 @@ class OfferPart:
         if count < 1 or rest or data[:4] != _MAGIC:
             raise ValueError("not an offer of a UCX transport of this version of Prelay")
         _, channel, number, total = _HEAD.unpack_from(data)
+        if count > FRAME_PIECES or not count <= total <= MAX_PIECES:
+            raise ValueError(f"an offer of {total} pieces with {count} of them in one part")
         numbers = np.frombuffer(data, np.int64, 2 * count, _HEAD.size)
         return OfferPart(channel, number, total, numbers[:count], numbers[count:])
 
@@ -69,6 +75,9 @@ class Offer:
         self._count = len(first.offsets)
 
     def add(self, part: OfferPart) -> None:
+        """Raises ValueError for a part of something else."""
+        if (part.number, part.total) != (self.number, self._total) or self._count + len(part.offsets) > self._total:
+            raise ValueError(f"channel {self.channel}: a part of another offer before the last one was complete")
         self._parts.append(part)
         self._count += len(part.offsets)
 

@@ -14,11 +14,15 @@ import structlog
 from ucxx._lib.arr import Array
 from ucxx._lib.libucxx import UCXEndpoint, UCXError, UCXRequest, UCXXTag
 
-from handoff.transports.base import TransferError
+from handoff.transports.base import MAX_MESSAGE_BYTES, TransferError
 from handoff.transports.liveness import Liveness, Verdict
+from handoff.transports.ucx_offer import MAX_PART_BYTES
+from handoff.transports.ucx_seal import SEAL_BYTES, FramesMissing, NotAuthentic, Opener, Sealer
 from handoff.transports.ucx_shared import SharedLane
 from handoff.transports.ucx_transfer import Receive, Send, Transfer
 from handoff.transports.ucx_wire import (
+    HELLO_TAG,
+    NOTE_BYTES,
     Address,
     Note,
     Pairing,
@@ -33,6 +37,8 @@ from handoff.transports.ucx_wire import (
 log = structlog.get_logger()
 
 MESSAGES_IN_FLIGHT = 64
+UNOPENED_FRAMES = 64
+"""Frames that may wait for the hello before them, which came earlier; more are not of the peer."""
 OUTBOX_BYTES = 256 << 20
 """Messages that may wait for a peer. A peer that takes none for so long is given up."""
 
@@ -50,11 +56,12 @@ class UcxPeer:
         shared: SharedLane,
         same_host: bool,
         silence_s: float,
+        nonce: bytes,
     ) -> None:
         self.name = name
         self.identity = address.identity
         self.place = address.place
-        self.pairing = Pairing(shared.number)
+        self.pairing = Pairing(shared.number, nonce)
         self.endpoint = endpoint
         self.shared = shared
         self.same_host = same_host
@@ -69,6 +76,12 @@ class UcxPeer:
         self._incoming: deque[tuple[UCXRequest, Bytes, int]] = deque()
         """Each with its tag."""
         self._unbegun: deque[Callable[[], None]] = deque()
+        self._seals: tuple[Sealer, Opener] | None = None
+        self._forged = 0
+
+    def open(self, seals: tuple[Sealer, Opener]) -> None:
+        """The pairing has opened: from now on frames leave and are let in."""
+        self._seals = seals
 
     @property
     def busy(self) -> bool:
@@ -91,11 +104,20 @@ class UcxPeer:
         self._outbox.append(frame)
         self._outbox_bytes += len(frame)
 
-    def send_now(self, frame: bytes, tag: int) -> None:
+    def send_hello(self, hello: bytes) -> None:
+        """Raises UCXError when the endpoint has failed."""
+        self._post(hello, HELLO_TAG)
+
+    def _post(self, frame: bytes, tag: int) -> None:
         """Raises UCXError when the endpoint has failed."""
         # UCX reads the bytes until the request has completed, and ucxx doesn't keep them alive.
         buffer = Array(frame)
         self._outgoing.append((self.endpoint.tag_send(buffer, UCXXTag(tag)), buffer))
+
+    def _send_now(self, content: bytes, tag: int) -> None:
+        """Sealed, on an open pairing. Raises UCXError when the endpoint has failed."""
+        assert self._seals is not None
+        self._post(self._seals[0].seal(tag, content), tag)
 
     def add_send(self, begin: Callable[[], None]) -> None:
         """begin: puts the send where the lane says, which is known only when the connection is open."""
@@ -107,24 +129,46 @@ class UcxPeer:
             self._count_end(receive.channel, -1)
             receive.confirm(None)
 
+    def takes(self, tag: int, length: int) -> bool:
+        """Whether a frame of so many bytes may be what the tag says, and there is room for it."""
+        limit = NOTE_BYTES if is_note(tag) else MAX_PART_BYTES if is_offer(tag) else MAX_MESSAGE_BYTES
+        room = self.pairing.is_open or len(self._incoming) < UNOPENED_FRAMES
+        return room and SEAL_BYTES < length <= SEAL_BYTES + limit
+
     def expect(self, probe: Any) -> None:
-        """Receive the message or note that a probe has found."""
-        self.liveness.heard()
+        """Receive the frame that a probe has found and left in its place, which this peer `takes`."""
         buffer = np.empty(probe.length, np.uint8)
-        request = self.endpoint.tag_recv_with_handle(Array(buffer), probe)
+        request = self.endpoint.tag_recv(Array(buffer), probe.sender_tag)
         self._incoming.append((request, buffer, probe.sender_tag.value))
 
     def arrived(self) -> Iterator[bytes]:
-        """Messages that have arrived, in the order they were sent. Raises UCXError when one has failed."""
-        while self._incoming and self._incoming[0][0].completed:
+        """Messages that have arrived, in the order they were sent.
+
+        Raises UCXError when one has failed, FramesMissing when some will never come.
+        """
+        while self._incoming and self._incoming[0][0].completed and self._seals is not None:
             request, buffer, tag = self._incoming.popleft()
             request.check_error()
+            try:
+                content = self._seals[1].open(tag, buffer.data)
+            except FramesMissing:
+                raise
+            except NotAuthentic as error:
+                self._count_forged(str(error))
+                continue
+            self.liveness.heard()
             if is_note(tag):
-                self._take_note(buffer.tobytes())
+                self._take_note(content)
             elif is_offer(tag):
-                self._take_offer(buffer.tobytes())
+                self._take_offer(content)
             else:
-                yield buffer.tobytes()
+                yield content
+
+    def _count_forged(self, reason: str) -> None:
+        """It is not the peer's doing, so the peer stays."""
+        self._forged += 1
+        if self._forged == 1:
+            log.warning("forged frame dropped; no other one from here will be logged", peer=self.name, reason=reason)
 
     def advance(self) -> bool:
         """Move messages and pieces on; True if anything changed. Raises UCXError when the endpoint has failed."""
@@ -138,7 +182,7 @@ class UcxPeer:
             self._begin_sends()
             for send in self.sends:
                 changed |= self._advance_transfer(send)
-            changed |= self.shared.offer(lambda frame: self.send_now(frame, tag))
+            changed |= self.shared.offer(lambda part: self._send_now(part, tag))
             changed |= self.shared.copy(self._tell)
         return changed
 
@@ -232,7 +276,7 @@ class UcxPeer:
         """Dropped when the endpoint has failed: the peer is given up soon."""
         if self.pairing.peer_number is not None:
             with suppress(UCXError):
-                self.send_now(note.pack(), note_tag(self.pairing.peer_number))
+                self._send_now(note.pack(), note_tag(self.pairing.peer_number))
 
     def _advance_messages(self) -> bool:
         changed = False
@@ -243,6 +287,6 @@ class UcxPeer:
         while self._outbox and peer_number is not None and len(self._outgoing) < MESSAGES_IN_FLIGHT:
             frame = self._outbox.popleft()
             self._outbox_bytes -= len(frame)
-            self.send_now(frame, message_tag(peer_number))
+            self._send_now(frame, message_tag(peer_number))
             changed = True
         return changed

@@ -1,5 +1,7 @@
 """What UCX transports say to each other beneath messages and pieces: tags, addresses and hellos. Pure.
 
+Who may speak at all, and how a frame proves it: `ucx_seal`.
+
 UCX matches tags per worker, not per endpoint, so a tag says for whom it is:
 
     bit 63      frame: a message or a hello; clear for pieces
@@ -16,8 +18,10 @@ number names the peer, and what is still under way from a connection that was gi
                                 <-  B: Hello(number=b, seen=a)         A is open: it sends to number b
 
 A side opens only by a hello that has seen its current number: an older one may name a number that the peer has
-given up since. An open side never moves on to another number by itself: a peer that says hello with a newer number
-has given up this connection, so it's over for both, and waits for this side's own `connect`.
+given up since. Each hello also bears a nonce, which its sender drew for this number, and repeats that of the number it
+has seen; a side opens only when its own comes back, so no recorded hello opens anything. An open side never moves on to
+another number by itself: a peer that says hello with a newer number has given up this connection, so it's over for
+both, and waits for this side's own `connect`.
 
 A note is what one transport tells the other beneath the messages: see `Tell`. An offer: see `ucx_offer`.
 """
@@ -25,6 +29,8 @@ A note is what one transport tells the other beneath the messages: see `Tell`. A
 import struct
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
+
+from handoff.transports.ucx_seal import MAC_BYTES, NONCE_BYTES, ClusterKey, Opener, Sealer
 
 FRAME_BIT = 1 << 63
 HELLO_BIT = 1 << 62
@@ -39,11 +45,14 @@ IDENTITY_BYTES = 8
 HOST_BYTES = 16
 _ADDRESS = struct.Struct(f"<4s{IDENTITY_BYTES}s{HOST_BYTES}s")
 _PLACE = struct.Struct("<IIQQIQQQ")
-_HELLO = struct.Struct(f"<4s{IDENTITY_BYTES}sII?")
+_HELLO = struct.Struct(f"<4s{IDENTITY_BYTES}sII?{NONCE_BYTES}s{NONCE_BYTES}s")
+_PARTY = struct.Struct(f"<{IDENTITY_BYTES}sI{NONCE_BYTES}s")
 _NOTE = struct.Struct("<BIQ")
-_ADDRESS_MAGIC = b"PLA3"
-_HELLO_MAGIC = b"PLH2"
-HELLO_BYTES = _HELLO.size
+_ADDRESS_MAGIC = b"PLA4"
+_HELLO_MAGIC = b"PLH3"
+HELLO_BYTES = _HELLO.size + MAC_BYTES
+NOTE_BYTES = _NOTE.size
+NO_NONCE = bytes(NONCE_BYTES)
 
 
 def piece_tag(number: int, channel: int) -> int:
@@ -143,24 +152,35 @@ class Address:
 class Hello:
     """identity: the sender's. number: to be used towards the sender. seen: the receiver's number, 0 if unknown.
 
-    reads: the sender copies from the receiver's pool by itself; alike in all hellos with one number.
+    nonce: the sender's for this number. echo: the receiver's for the number that was seen. reads: the sender copies
+    from the receiver's pool by itself; alike in all hellos with one number.
     """
 
     identity: bytes
     number: int
     seen: int
+    nonce: bytes
+    echo: bytes = NO_NONCE
     reads: bool = False
 
-    def pack(self) -> bytes:
-        return _HELLO.pack(_HELLO_MAGIC, self.identity, self.number, self.seen, self.reads)
+    def pack(self, key: ClusterKey, receiver: bytes) -> bytes:
+        """With the proof that it was meant for the transport `receiver`."""
+        fields = (self.identity, self.number, self.seen, self.reads, self.nonce, self.echo)
+        hello = _HELLO.pack(_HELLO_MAGIC, *fields)
+        return hello + key.proof(hello, receiver)
 
     @staticmethod
     def unpack(data: bytes) -> "Hello":
-        """Raises ValueError when the bytes are no hello of this version."""
-        if len(data) != _HELLO.size or data[:4] != _HELLO_MAGIC:
+        """Proves nothing yet. Raises ValueError when the bytes are no hello of this version."""
+        if len(data) != HELLO_BYTES or data[:4] != _HELLO_MAGIC:
             raise ValueError("not a hello of a UCX transport of this version of Prelay")
-        _, identity, number, seen, reads = _HELLO.unpack(data)
-        return Hello(identity, number, seen, reads)
+        _, identity, number, seen, reads, nonce, echo = _HELLO.unpack_from(data)
+        return Hello(identity, number, seen, nonce, echo, reads)
+
+
+def check_hello(data: bytes, key: ClusterKey, receiver: bytes) -> None:
+    """Raises NotAuthentic when a hello of the right size was not made with the key, for the transport `receiver`."""
+    key.check(data[_HELLO.size :], data[: _HELLO.size], receiver)
 
 
 class Tell(IntEnum):
@@ -206,13 +226,18 @@ class Heed(Enum):
 
 
 class Pairing:
-    """Two numbers that belong together: ours, and the peer's once a hello has opened this side."""
+    """Two numbers that belong together: ours, and the peer's once a hello has opened this side.
 
-    def __init__(self, number: int) -> None:
+    nonce: drawn at random for this pairing.
+    """
+
+    def __init__(self, number: int, nonce: bytes) -> None:
         self.number = number
+        self.nonce = nonce
         self.peer_number: int | None = None
         self.peer_reads = False
         """Valid once open: the peer copies from our pool by itself."""
+        self._peer_nonce = NO_NONCE
         self._answered: int | None = None
 
     @property
@@ -220,17 +245,25 @@ class Pairing:
         return self.peer_number is not None
 
     def heed(self, hello: Hello) -> Heed:
-        """Take a hello of the peer into account."""
+        """Take an authentic hello of the peer into account."""
         newer = self._answered is None or is_newer(hello.number, self._answered)
         if newer and self.is_open:
             return Heed.SUPERSEDED
         if not newer and hello.number != self._answered:
             return Heed.IGNORE
-        opens = hello.seen == self.number and not self.is_open
+        opens = (hello.seen, hello.echo) == (self.number, self.nonce) and not self.is_open
         if opens:
             self.peer_number = hello.number
             self.peer_reads = hello.reads
+            self._peer_nonce = hello.nonce
         self._answered = hello.number
         if newer:
             return Heed.OPEN_AND_ANSWER if opens else Heed.ANSWER
         return Heed.OPEN if opens else Heed.IGNORE
+
+    def seals(self, key: ClusterKey, own: bytes, peer: bytes) -> tuple[Sealer, Opener]:
+        """For what leaves and what comes on this pairing, which is open. own, peer: identities."""
+        assert self.peer_number is not None
+        us = _PARTY.pack(own, self.number, self.nonce)
+        them = _PARTY.pack(peer, self.peer_number, self._peer_nonce)
+        return Sealer(key.session(us, them)), Opener(key.session(them, us))

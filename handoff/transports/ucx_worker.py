@@ -32,17 +32,22 @@ from handoff.transports.ucx_links import (
 from handoff.transports.ucx_lost import LostTransfers
 from handoff.transports.ucx_peer import UcxPeer
 from handoff.transports.ucx_pool import span_maker
+from handoff.transports.ucx_seal import NONCE_BYTES, ClusterKey, FramesMissing, NotAuthentic
 from handoff.transports.ucx_shared import SharedLane
+from handoff.transports.ucx_strangers import EarlyHellos, Strangers
 from handoff.transports.ucx_transfer import Receive, Send
 from handoff.transports.ucx_wire import (
     FRAME_BIT,
+    HELLO_BYTES,
     HELLO_TAG,
     IDENTITY_BYTES,
+    NO_NONCE,
     NUMBER_BITS,
     NUMBER_MASK,
     Address,
     Heed,
     Hello,
+    check_hello,
     next_number,
     number_of,
     piece_tag,
@@ -55,21 +60,22 @@ CLOSE_ATTEMPTS = 2
 """How long closing an endpoint may take: period times attempts. It takes milliseconds, also with a dead peer."""
 CLOSE_QUIET_S = 0.5
 """How long closing the transport waits for UCX to let go of memory before it takes UCX down."""
-EARLY_HELLOS = 1024
-"""Hellos kept from transports that this node hasn't connected to yet; the oldest go first."""
 RETIRED_NUMBERS = 256
 """Numbers of given-up connections whose late pieces are still looked for."""
 EAGER_BYTES = 8192
 """Late pieces up to this size lie in UCX's memory; longer ones are only announced, and stay with the sender."""
 
 _FRAMES = (UCXXTag(FRAME_BIT), UCXXTagMask(FRAME_BIT))
+_EXACTLY = UCXXTagMask((1 << 64) - 1)
 _PIECES_OF_NUMBER = UCXXTagMask(FRAME_BIT | NUMBER_MASK)
 
 
 class UcxWorker:
     """See the module's docstring. Raises UCXError when UCX can't start."""
 
-    def __init__(self, pool: Any, on_message: OnMessage, peer_silence_s: float = PEER_SILENCE_S) -> None:
+    def __init__(
+        self, pool: Any, on_message: OnMessage, peer_silence_s: float = PEER_SILENCE_S, secret: bytes = b""
+    ) -> None:
         self._worker = UCXWorker(UCXContext())
         self._worker.init_blocking_progress_mode()
         self._span = span_maker(pool)
@@ -83,7 +89,9 @@ class UcxWorker:
         self._peers: dict[str, UcxPeer] = {}
         self._by_number: dict[int, UcxPeer] = {}
         self._by_identity: dict[bytes, UcxPeer] = {}
-        self._early_hellos: dict[bytes, Hello] = {}
+        self._key = ClusterKey(secret)
+        self._early = EarlyHellos()
+        self._strangers = Strangers()
         self._retired: deque[int] = deque(maxlen=RETIRED_NUMBERS)
         self._hellos: deque[tuple[Any, Any]] = deque()
         self._unsettled: list[tuple[Any, Any]] = []
@@ -132,11 +140,12 @@ class UcxWorker:
         source = self._shared.reach(name, address) if same_host else None
         self._shared.set(self._number)
         lane = SharedLane(self._number, source, self._pool)
-        peer = UcxPeer(name, address, endpoint, lane, same_host, self._peer_silence_s)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        peer = UcxPeer(name, address, endpoint, lane, same_host, self._peer_silence_s, nonce)
         self._peers[name] = self._by_number[self._number] = self._by_identity[peer.identity] = peer
-        early = self._early_hellos.pop(peer.identity, None)
+        early = self._early.take(peer.identity)
         if early is None:
-            self._say_hello(peer, seen=0)
+            self._say_hello(peer, None)
         else:
             self._heed(peer, early)
 
@@ -233,7 +242,7 @@ class UcxWorker:
             for frame in peer.arrived():
                 self._deliver(peer.name, frame)
             changed = peer.advance()
-        except UCXError as error:
+        except (UCXError, FramesMissing) as error:
             self._lose(peer, f"the connection to {peer.name} failed: {error}")
             return True
         if peer.failed and not peer.endpoint.alive:
@@ -256,54 +265,81 @@ class UcxWorker:
 
     def _take_frames(self) -> bool:
         taken = False
-        while (probe := self._worker.tag_probe(*_FRAMES, remove=True)).matched:
+        # A probe leaves what it has found in its place, until its length has been looked at.
+        while (probe := self._worker.tag_probe(*_FRAMES)).matched:
             taken = True
             tag = probe.sender_tag.value
             peer = self._by_number.get(number_of(tag))
-            if tag != HELLO_TAG and peer is not None:
+            if tag == HELLO_TAG and probe.length == HELLO_BYTES:
+                self._take_apart(probe)
+            elif peer is not None and peer.takes(tag, probe.length):
                 peer.expect(probe)
             else:
-                self._take_apart(probe, self._hellos if tag == HELLO_TAG else self._unsettled)
+                self._discard(probe)
         return taken
 
-    def _take_apart(self, probe: Any, requests: Any) -> None:
-        """Receive what belongs to no connection into a buffer of its own, kept in `requests`."""
-        buffer = np.empty(max(probe.length, 1), np.uint8)
-        request = self._worker.tag_recv_with_handle(Array(buffer[: probe.length]), probe)
-        requests.append((request, buffer))
+    def _take_apart(self, probe: Any) -> None:
+        """Receive a hello, which belongs to no connection."""
+        buffer = np.empty(probe.length, np.uint8)
+        self._hellos.append((self._worker.tag_recv(Array(buffer), probe.sender_tag, _EXACTLY), buffer))
+
+    def _discard(self, probe: Any) -> None:
+        """Of no connection, or too long for what it claims to be: one byte of it is received, UCX drops the rest."""
+        buffer = np.empty(1, np.uint8)
+        request = self._worker.tag_recv(Array(buffer), probe.sender_tag, _EXACTLY)
+        if not request.completed:
+            self._unsettled.append((request, buffer))
 
     def _take_hello(self, data: bytes) -> None:
         try:
             hello = Hello.unpack(data)
         except ValueError as error:
-            log.warning("hello dropped", error=str(error))
+            if self._strangers.is_news(b"", time.monotonic()):
+                log.warning("hello dropped", error=str(error))
             return
         peer = self._by_identity.get(hello.identity)
+        try:
+            check_hello(data, self._key, self._own.identity)
+        except NotAuthentic as error:
+            self._refuse(hello, peer, error)
+            return
         if peer is None:
-            self._keep_hello(hello)
+            self._early.keep(hello)
         else:
             self._heed(peer, hello)
 
-    def _keep_hello(self, hello: Hello) -> None:
-        self._early_hellos.pop(hello.identity, None)
-        self._early_hellos[hello.identity] = hello
-        if len(self._early_hellos) > EARLY_HELLOS:
-            self._early_hellos.pop(next(iter(self._early_hellos)))
+    def _refuse(self, hello: Hello, peer: UcxPeer | None, error: NotAuthentic) -> None:
+        """An open connection is left alone: somebody else may have sent this in the peer's name."""
+        if self._strangers.is_news(hello.identity, time.monotonic()):
+            log.warning(
+                "peer refused: it has another cluster secret or none, or a hello was replayed",
+                peer=peer.name if peer else None,
+                identity=hello.identity.hex(),
+                error=str(error),
+            )
+        if peer is not None and not peer.pairing.is_open:
+            # It may have dropped our first hello, before its own `connect`, and is to learn that nothing will follow.
+            self._say_hello(peer, None)
+            self._lose(peer, _not_authenticated(peer.name))
 
     def _heed(self, peer: UcxPeer, hello: Hello) -> None:
         heed = peer.pairing.heed(hello)
         if heed is Heed.SUPERSEDED:
             self._lose(peer, f"{peer.name} has given up this connection and connected anew")
-            self._keep_hello(hello)
+            self._early.keep(hello)
         if heed in (Heed.OPEN, Heed.OPEN_AND_ANSWER):
+            peer.open(peer.pairing.seals(self._key, self._own.identity, peer.identity))
             self._note_link(peer)
         if heed in (Heed.ANSWER, Heed.OPEN_AND_ANSWER):
-            self._say_hello(peer, seen=hello.number)
+            self._say_hello(peer, hello)
 
-    def _say_hello(self, peer: UcxPeer, seen: int) -> None:
-        hello = Hello(self._own.identity, peer.pairing.number, seen, reads=peer.shared.source is not None)
+    def _say_hello(self, peer: UcxPeer, answered: Hello | None) -> None:
+        """answered: None for the first one."""
+        pairing, reads = peer.pairing, peer.shared.source is not None
+        seen, echo = (answered.number, answered.nonce) if answered else (0, NO_NONCE)
+        hello = Hello(self._own.identity, pairing.number, seen, pairing.nonce, echo, reads)
         try:
-            peer.send_now(hello.pack(), HELLO_TAG)
+            peer.send_hello(hello.pack(self._key, peer.identity))
         except UCXError as error:
             self._lose(peer, f"the connection to {peer.name} failed: {error}")
 
@@ -343,7 +379,14 @@ class UcxWorker:
         for number in self._retired:
             tag = UCXXTag(piece_tag(number, 0))
             while (late := self._worker.tag_probe(tag, _PIECES_OF_NUMBER)).matched and late.length <= EAGER_BYTES:
-                self._take_apart(self._worker.tag_probe(tag, _PIECES_OF_NUMBER, remove=True), self._unsettled)
+                self._discard(late)
+
+
+def _not_authenticated(name: str) -> str:
+    return (
+        f"{name} is not authenticated: it has another cluster secret or none."
+        " All machines of a cluster need the same cluster_secret_file"
+    )
 
 
 def _not_connected(name: str) -> PeerLost:

@@ -7,6 +7,7 @@ import pytest
 
 from handoff.transports.ucx_env import SETTINGS, apply_settings
 from handoff.transports.ucx_links import lane_name, lane_warning
+from handoff.transports.ucx_seal import NONCE_BYTES, ClusterKey
 from handoff.transports.ucx_wire import (
     FRAME_BIT,
     HELLO_TAG,
@@ -28,6 +29,20 @@ from handoff.transports.ucx_wire import (
 
 LAST_NUMBER = (1 << NUMBER_BITS) - 1
 A, B = b"identitA", b"identitB"
+KEY = ClusterKey(b"secret")
+
+
+def nonce_of(number: int) -> bytes:
+    """That of each side's number in these tests; none for 0."""
+    return number.to_bytes(NONCE_BYTES, "little")
+
+
+def hello_of(identity: bytes, number: int, seen: int) -> Hello:
+    return Hello(identity, number, seen, nonce_of(number), nonce_of(seen))
+
+
+def pairing_of(number: int) -> Pairing:
+    return Pairing(number, nonce_of(number))
 
 
 def test_tags_keep_kinds_numbers_and_channels_apart() -> None:
@@ -58,8 +73,8 @@ def test_numbers_start_again_after_the_last_and_are_never_zero() -> None:
 def test_addresses_and_hellos_come_back() -> None:
     address = Address(A, b"h" * 16, b"worker")
     assert Address.unpack(address.pack()) == address
-    hello = Hello(B, LAST_NUMBER, 3)
-    assert Hello.unpack(hello.pack()) == hello
+    hello = hello_of(B, LAST_NUMBER, 3)
+    assert Hello.unpack(hello.pack(KEY, A)) == hello
 
 
 @pytest.mark.parametrize("data", [b"", b"PLA1", b"x" * 100, Address(A, b"h" * 16, b"").pack()])
@@ -68,7 +83,7 @@ def test_what_is_no_address_is_refused(data: bytes) -> None:
         Address.unpack(data)
 
 
-@pytest.mark.parametrize("data", [b"", b"x" * 20, Hello(A, 1, 2).pack() + b"x"])
+@pytest.mark.parametrize("data", [b"", b"x" * 20, hello_of(A, 1, 2).pack(KEY, B) + b"x"])
 def test_what_is_no_hello_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="not a hello"):
         Hello.unpack(data)
@@ -87,7 +102,7 @@ def test_what_is_no_note_is_refused(data: bytes) -> None:
 
 def settle(left: Pairing, right: Pairing, rng: random.Random) -> list[Heed]:
     """Both say their first hello; deliver all, each way in order, the ways interleaved by `rng`."""
-    ways = {A: deque([Hello(A, left.number, 0)]), B: deque([Hello(B, right.number, 0)])}
+    ways = {A: deque([hello_of(A, left.number, 0)]), B: deque([hello_of(B, right.number, 0)])}
     receivers = {A: right, B: left}
     heeds = []
     while any(ways.values()):
@@ -96,13 +111,13 @@ def settle(left: Pairing, right: Pairing, rng: random.Random) -> list[Heed]:
         heeds.append(receiver.heed(hello))
         if heeds[-1] in (Heed.ANSWER, Heed.OPEN_AND_ANSWER):
             back = B if sender == A else A
-            ways[back].append(Hello(back, receiver.number, hello.number))
+            ways[back].append(hello_of(back, receiver.number, hello.number))
     return heeds
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_two_sides_open_for_each_others_number_in_any_order(seed: int) -> None:
-    left, right = Pairing(10), Pairing(20)
+    left, right = pairing_of(10), pairing_of(20)
     heeds = settle(left, right, random.Random(seed))
     assert (left.peer_number, right.peer_number) == (20, 10)
     assert len(heeds) <= 4
@@ -110,27 +125,27 @@ def test_two_sides_open_for_each_others_number_in_any_order(seed: int) -> None:
 
 
 def test_a_side_opens_only_when_its_own_number_was_seen() -> None:
-    side = Pairing(11)
-    assert side.heed(Hello(B, 20, seen=10)) is Heed.ANSWER
+    side = pairing_of(11)
+    assert side.heed(hello_of(B, 20, 10)) is Heed.ANSWER
     assert not side.is_open
-    assert side.heed(Hello(B, 20, seen=11)) is Heed.OPEN
+    assert side.heed(hello_of(B, 20, 11)) is Heed.OPEN
     assert side.peer_number == 20
-    assert side.heed(Hello(B, 20, seen=11)) is Heed.IGNORE
+    assert side.heed(hello_of(B, 20, 11)) is Heed.IGNORE
 
 
 def test_a_newer_number_ends_an_open_pairing_and_an_older_one_is_ignored() -> None:
-    side = Pairing(10)
-    side.heed(Hello(B, 20, seen=10))
-    assert side.heed(Hello(B, 19, seen=10)) is Heed.IGNORE
-    assert side.heed(Hello(B, 21, seen=0)) is Heed.SUPERSEDED
+    side = pairing_of(10)
+    side.heed(hello_of(B, 20, 10))
+    assert side.heed(hello_of(B, 19, 10)) is Heed.IGNORE
+    assert side.heed(hello_of(B, 21, 0)) is Heed.SUPERSEDED
     assert side.peer_number == 20
 
 
 def test_a_side_that_is_not_open_moves_on_to_a_newer_number() -> None:
-    side = Pairing(10)
-    assert side.heed(Hello(B, 20, seen=0)) is Heed.ANSWER
-    assert side.heed(Hello(B, 21, seen=0)) is Heed.ANSWER
-    assert side.heed(Hello(B, 21, seen=10)) is Heed.OPEN
+    side = pairing_of(10)
+    assert side.heed(hello_of(B, 20, 0)) is Heed.ANSWER
+    assert side.heed(hello_of(B, 21, 0)) is Heed.ANSWER
+    assert side.heed(hello_of(B, 21, 10)) is Heed.OPEN
 
 
 def test_settings_of_the_user_are_left_alone() -> None:
