@@ -133,6 +133,14 @@ def test_a_side_opens_only_when_its_own_number_was_seen() -> None:
     assert side.heed(hello_of(B, 20, 11)) is Heed.IGNORE
 
 
+def test_a_side_opens_only_when_its_own_nonce_comes_back() -> None:
+    side = pairing_of(11)
+    assert side.heed(hello_of(B, 20, 0)) is Heed.ANSWER
+    assert side.heed(Hello(B, 20, 11, nonce_of(20), nonce_of(12))) is Heed.IGNORE
+    assert not side.is_open
+    assert side.heed(hello_of(B, 20, 11)) is Heed.OPEN
+
+
 def test_a_newer_number_ends_an_open_pairing_and_an_older_one_is_ignored() -> None:
     side = pairing_of(10)
     side.heed(hello_of(B, 20, 10))
