@@ -96,6 +96,8 @@ class Receiver:
         if offer.compatibility != self._wiring.peers[peer].compatibility.digest():
             return f"{peer} is not what it was when it was connected"
         expected = incoming.expected
+        if expected.source not in (None, peer):
+            return f"reserved for {expected.source}"
         if (offer.request_id, offer.prompt_tokens) != (expected.request_id, expected.prompt_tokens):
             return f"reserved for {expected.request_id} with {expected.prompt_tokens} prompt tokens"
         if offer.adapter != self._wiring.digest_of(expected.adapter):

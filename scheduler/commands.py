@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from scheduler.events import LifecycleEvent
-from scheduler.ids import HandoffId, RequestId
+from scheduler.ids import HandoffId, NodeId, RequestId
 from scheduler.request import Request
 
 
@@ -36,13 +36,15 @@ class ReserveDestination:
     """Accept a request and reserve blocks for its prompt plus one token.
 
     activate_when_landed: arm the activation, so that the request runs as soon as its bytes have landed. The
-    ActivateDestination that follows is then applied already, and acknowledged as such, once.
+    ActivateDestination that follows is then applied already, and acknowledged as such, once. source: the only node that
+    may fill the blocks; None for any.
     """
 
     handoff_id: HandoffId
     request: Request
     attempt: int = 1
     activate_when_landed: bool = False
+    source: NodeId | None = None
 
 
 @dataclass(frozen=True, slots=True)

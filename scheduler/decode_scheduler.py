@@ -31,7 +31,7 @@ from scheduler.commands import (
 from scheduler.effects import NO_SLOT
 from scheduler.errors import CommandRejected
 from scheduler.events import DestinationFinished, DestinationReserved, LeaseExpired, Side
-from scheduler.ids import BlockId, HandoffId, RequestId
+from scheduler.ids import BlockId, HandoffId, NodeId, RequestId
 from scheduler.inventory import Holding, holding
 from scheduler.options import SchedulerOptions
 from scheduler.request import FinishReason
@@ -56,7 +56,7 @@ _IN_HANDOFF = frozenset({DestinationPhase.RESERVED, DestinationPhase.LANDED, Des
 
 @dataclass(slots=True, eq=False)
 class Destination:
-    """since: seconds when it entered its phase. receiving: the transport may write its blocks."""
+    """since: seconds when it entered its phase. receiving: the transport may write its blocks. source: as commanded."""
 
     handoff_id: HandoffId
     attempt: int
@@ -65,11 +65,15 @@ class Destination:
     phase: DestinationPhase = DestinationPhase.PENDING
     receiving: bool = False
     armed: bool = False
+    source: NodeId | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ReservedKv:
-    """What a transfer needs of a reservation. blocks: those of the prompt; the first `cached_blocks` need no bytes."""
+    """What a transfer needs of a reservation. blocks: those of the prompt; the first `cached_blocks` need no bytes.
+
+    source: who alone may fill them; None for any.
+    """
 
     request_id: RequestId
     prompt_tokens: int
@@ -77,6 +81,7 @@ class ReservedKv:
     cached_blocks: int
     slot: int = NO_SLOT
     adapter: str | None = None
+    source: NodeId | None = None
 
 
 class DecodeScheduler(SchedulerBase):
@@ -123,7 +128,8 @@ class DecodeScheduler(SchedulerBase):
             raise CommandRejected(f"handoff {handoff_id} is already a destination on this node")
         sequence = self._new_sequence(request, request.max_tokens)
         self._own(sequence, f"accepted as the destination of handoff {handoff_id}, attempt {attempt}")
-        destination = Destination(handoff_id, attempt, sequence, self.now, armed=command.activate_when_landed)
+        destination = Destination(handoff_id, attempt, sequence, self.now, source=command.source)
+        destination.armed = command.activate_when_landed
         self._unacknowledged.pop((handoff_id, attempt), None)
         self._destinations[handoff_id] = self._destination_of[request.request_id] = destination
         self._pending[handoff_id] = destination
@@ -143,6 +149,7 @@ class DecodeScheduler(SchedulerBase):
             cached_blocks=sequence.published,
             slot=sequence.slot,
             adapter=sequence.adapter,
+            source=destination.source,
         )
 
     def transfer_started(self, handoff_id: HandoffId, attempt: int) -> None:

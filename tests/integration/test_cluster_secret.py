@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import psutil
@@ -122,6 +123,11 @@ def test_a_missing_frame_ends_the_connection(
     raw.send_sealed(b"three")
     wait_until(lambda: node.transport.links() == [])
     assert node.messages == [("raw", b"one")]
+    node.transport.connect("raw", raw.address)
+    raw.fresh_pairing(NUMBER + 1)
+    raw.shake_hands()
+    raw.send_sealed(b"again")
+    assert node.wait_messages(2)[1] == ("raw", b"again")
 
 
 def test_recorded_hellos_open_nothing(
@@ -161,9 +167,16 @@ def test_a_hello_for_another_node_is_refused(
 
 
 def test_a_flood_of_forged_frames_costs_little_and_harms_nobody(
-    pair: tuple[Node, Node], raw_to: Callable[[Node, bytes], RawPeer]
+    pair: tuple[Node, Node], raw_to: Callable[[Node, bytes], RawPeer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # They load UCX, which is to read its settings first.
+    from handoff.transports.ucx_peer import UcxPeer
+    from handoff.transports.ucx_worker import UcxWorker
+
     source, destination = pair
+    received: list[int] = []
+    for owner, method in ((UcxWorker, "_take_apart"), (UcxPeer, "expect")):
+        monkeypatch.setattr(owner, method, _noting(getattr(owner, method), received))
     source.fill(1)
     assert_moves(source, destination, 1, [100])
     stranger = raw_to(destination, OTHER)
@@ -190,8 +203,19 @@ def test_a_flood_of_forged_frames_costs_little_and_harms_nobody(
     assert_moves(source, destination, 2, [100, 1 << 20])
     after = psutil.Process(os.getpid()).memory_info().rss
     assert after - before < 64 << 20
+    assert max(received) < 10_000
     assert len(logs) < 10
     assert len(destination.transport.links()) == 1
+
+
+def _noting(receive: Callable[[Any, Any], None], lengths: list[int]) -> Callable[[Any, Any], None]:
+    """Also notes how long the frames are that are received as a whole."""
+
+    def noting(self: Any, probe: Any) -> None:
+        lengths.append(probe.length)
+        receive(self, probe)
+
+    return noting
 
 
 def test_a_message_of_the_longest_size_still_fits(pair: tuple[Node, Node]) -> None:

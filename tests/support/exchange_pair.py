@@ -139,9 +139,15 @@ def held(*blocks: int, prompt_tokens: int = TOKENS, adapter: str | None = None, 
     return HeldKv(RequestId("r"), prompt_tokens, 42, table, adapter=adapter, generation=generation)
 
 
-def reserved(*blocks: int, cached: int = 0, prompt_tokens: int = TOKENS, adapter: str | None = None) -> ReservedKv:
+def reserved(
+    *blocks: int,
+    cached: int = 0,
+    prompt_tokens: int = TOKENS,
+    adapter: str | None = None,
+    source: NodeId | None = None,
+) -> ReservedKv:
     table = tuple(BlockId(block) for block in blocks)
-    return ReservedKv(RequestId("r"), prompt_tokens, table, cached, adapter=adapter)
+    return ReservedKv(RequestId("r"), prompt_tokens, table, cached, adapter=adapter, source=source)
 
 
 def reasons(ends: list[TransferEnd]) -> list[str]:

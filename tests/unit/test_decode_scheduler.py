@@ -20,7 +20,7 @@ from scheduler.commands import (
 )
 from scheduler.decode_scheduler import ReservedKv
 from scheduler.events import DestinationFinished, DestinationReserved, Output
-from scheduler.ids import RequestId
+from scheduler.ids import NodeId, RequestId
 from scheduler.request import FinishReason
 
 H = handoff("h")
@@ -42,6 +42,15 @@ def test_a_reservation_takes_the_prompt_and_one_token() -> None:
     found = scheduler.reserved(H, 1)
     assert found is not None
     assert (found.request_id, found.prompt_tokens, len(found.blocks), found.cached_blocks) == ("a", 12, 3, 0)
+
+
+@pytest.mark.parametrize("source", [None, NodeId("prefill-3")])
+def test_a_reservation_is_of_the_source_that_was_commanded(source: NodeId | None) -> None:
+    scheduler = DestinationNode().scheduler
+    scheduler.apply(ReserveDestination(H, request("a", PROMPT, max_tokens=2), source=source))
+    found = scheduler.reserved(H, 1)
+    assert found is not None
+    assert found.source == source
 
 
 @pytest.mark.parametrize("max_tokens", [2, 40])

@@ -99,7 +99,7 @@ def early(identity: int, number: int) -> Hello:
 
 def test_of_early_hellos_the_newest_is_kept() -> None:
     hellos = EarlyHellos()
-    for number in (5, 7, 6, 7):
+    for number in (5, 7, 6):
         hellos.keep(early(1, number))
     kept = hellos.take(early(1, 0).identity)
     assert kept is not None
