@@ -3,13 +3,15 @@
     python -m benchmarks.serve --url http://127.0.0.1:8000 --model M --requests 64 --concurrency 8
 
 The workload follows from the options and the seed alone, so two servers get the same requests. Latencies are seen
-by the client: each chunk with choices counts as one token. Exits with 1 if any request failed.
+by the client: each chunk with choices counts as one token. Exits with 1 if any request failed. A server that wants an
+API key gets that of PRELAY_API_KEY.
 """
 
 import argparse
 import asyncio
 import json
 import math
+import os
 import random
 import sys
 import time
@@ -152,7 +154,9 @@ async def run_jobs(jobs: Sequence[Job], target: Target, concurrency: int) -> tup
         async with slots:
             return await run_job(job, target, client, time.perf_counter() - begin)
 
-    async with httpx.AsyncClient(limits=limits, timeout=target.timeout_s) as client:
+    key = os.environ.get("PRELAY_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with httpx.AsyncClient(limits=limits, timeout=target.timeout_s, headers=headers) as client:
         outcomes = await asyncio.gather(*(run(job, client) for job in jobs))
     return list(outcomes), time.perf_counter() - begin
 

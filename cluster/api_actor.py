@@ -12,6 +12,7 @@ import uvicorn
 from cluster.api.app import create_app
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ChatTokenizer, load_tokenizers
+from cluster.api_keys import ApiKeys
 from cluster.gateway import ServiceFailed
 from cluster.listener import listen_on
 from cluster.model_files import eos_token_ids
@@ -52,9 +53,16 @@ class ApiActor:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(
-        self, coordinator: Any, model_path: str, model_name: str, max_model_len: int, host: str, port: int
+        self,
+        coordinator: Any,
+        model_path: str,
+        model_name: str,
+        max_model_len: int,
+        host: str,
+        port: int,
+        keys: ApiKeys | None = None,
     ) -> str:
-        """Listen, and return the server's URL. Raises OSError if the port is taken."""
+        """Listen, and return the server's URL. keys: see create_app. Raises OSError if the port is taken."""
         configure_logs("api")
         listener = listen_on(host, port)
         tokenizer = await asyncio.to_thread(ChatTokenizer.from_pretrained, model_path)
@@ -67,6 +75,7 @@ class ApiActor:
             settings=ApiSettings(max_body_bytes=self._limits.max_body_bytes, next_token_timeout_s=self._limits.token_s),
             new_request_id=lambda: RequestId(secrets.token_hex(12)),
             clock=time.monotonic,
+            keys=keys,
         )
         config = uvicorn.Config(
             app,

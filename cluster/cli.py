@@ -15,10 +15,13 @@ from urllib.parse import quote
 import typer
 from rich.console import Console
 
+from cluster.api_keys import ApiKeys
 from cluster.bench_cli import bench
 from cluster.client import Answer, ApiFailed, Client
 from cluster.errors import LaunchFailed
+from cluster.listener import is_loopback, open_door
 from cluster.running import NoServer, announce, environ_of, find, find_any, withdraw
+from cluster.secret_files import api_keys
 from cluster.settings import Settings, SettingsError, load_settings
 from cluster.status_view import status_view
 from cluster.story_view import story_lines
@@ -37,6 +40,7 @@ app.add_typer(bench, name="bench")
 out = Console()
 err = Console(stderr=True)
 
+KEY_VARIABLE = "PRELAY_API_KEY"
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="A YAML file, or the name of a shipped one: serve.")
 ]
@@ -44,6 +48,10 @@ ModelOption = Annotated[
     str | None, typer.Option("--model", help="smollm2, a local folder, a .gguf file, or a Hugging Face id.")
 ]
 UrlOption = Annotated[str | None, typer.Option("--url", help="A running server; default: the newest on this machine.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+KeyOption = Annotated[
+    str | None, typer.Option("--api-key", envvar=KEY_VARIABLE, show_envvar=True, help="Where the server wants one.")
+]
 
 
 def main() -> None:
@@ -71,6 +79,14 @@ def serve(
     dtype: Annotated[str | None, typer.Option(help="auto (bf16), bf16, fp32.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:0.")] = None,
     order: Annotated[str | None, typer.Option(help="destination_first or source_first.")] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar=KEY_VARIABLE,
+            help="A key that lets in; may be repeated. Others read it in `ps`, so better"
+            " use the setting api_keys_file, or the variable.",
+        ),
+    ] = None,
 ) -> None:
     """Serve a model until Ctrl-C or SIGTERM."""
     settings = load_settings(
@@ -88,7 +104,12 @@ def serve(
             }
         ),
     )
-    with _cluster(settings) as cluster:
+    # The processes of the cluster need no keys, so they don't inherit them.
+    os.environ.pop(KEY_VARIABLE, None)
+    keys = api_keys(settings, api_key or [])
+    if not keys and not is_loopback(settings.host):
+        err.print(open_door(settings.host), style="yellow", markup=False, highlight=False)
+    with _cluster(settings, keys) as cluster:
         out.print(f"Prelay serves {cluster.model} on {cluster.url}", highlight=False, soft_wrap=True)
         out.print("Press Ctrl-C to stop.")
         Event().wait()
@@ -112,9 +133,9 @@ def pull(model: Annotated[str, typer.Argument(help="smollm2, a .gguf file, or a 
 
 
 @app.command()
-def status(url: UrlOption = None, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def status(url: UrlOption = None, api_key: KeyOption = None, as_json: JsonOption = False) -> None:
     """Show nodes, links and handoffs of a running server."""
-    with Client(url or find(_home())) as client:
+    with Client(url or find(_home()), api_key=api_key) as client:
         document = client.get("/cluster/status")
     if as_json:
         out.print_json(json.dumps(document))
@@ -123,7 +144,7 @@ def status(url: UrlOption = None, as_json: Annotated[bool, typer.Option("--json"
 
 
 @app.command()
-def doctor(url: UrlOption = None, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def doctor(url: UrlOption = None, api_key: KeyOption = None, as_json: JsonOption = False) -> None:
     """Say what breaks or slows serving, on this machine and between the nodes of a running server.
 
     Exit status 0: all fine. 1: something breaks or slows serving. 2: the doctor itself could not run.
@@ -133,7 +154,7 @@ def doctor(url: UrlOption = None, as_json: Annotated[bool, typer.Option("--json"
 
     try:
         url = url or find_any(_home())
-        report = examine(url, os.environ, environ_of(_home(), url) if url else {})
+        report = examine(url, os.environ, environ_of(_home(), url) if url else {}, api_key)
     except Exception as error:
         err.print(f"prelay: the doctor could not run: {error!r}", style="red", markup=False, highlight=False)
         raise typer.Exit(2) from None
@@ -150,10 +171,11 @@ def story(
         str, typer.Argument(help="A request's id, or the id of its answer (cmpl-..., chatcmpl-...).")
     ],
     url: UrlOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    api_key: KeyOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Tell what happened to a request, on every node."""
-    with Client(url or find(_home())) as client:
+    with Client(url or find(_home()), api_key=api_key) as client:
         document = client.get(f"/cluster/story/{quote(request_id, safe='')}")
     if as_json:
         out.print_json(json.dumps(document))
@@ -165,11 +187,12 @@ def story(
 @app.command()
 def chat(
     url: UrlOption = None,
+    api_key: KeyOption = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
 ) -> None:
     """Talk to a running server. An empty line or Ctrl-D ends."""
-    with Client(url or find(_home())) as client:
+    with Client(url or find(_home()), api_key=api_key) as client:
         options = {"model": client.model(), "max_tokens": max_tokens, "temperature": temperature}
         messages: list[dict[str, str]] = []
         while question := _read_line():
@@ -211,14 +234,14 @@ def _progress(line: str) -> None:
 
 
 @contextmanager
-def _cluster(settings: Settings) -> Iterator["Cluster"]:
+def _cluster(settings: Settings, keys: ApiKeys | None = None) -> Iterator["Cluster"]:
     """A running cluster; it is stopped on the way out, also when a signal comes while it starts."""
     model = _resolve(settings.model)
     err.print("Loading libraries.", style="dim")
     from cluster.launch import launch
 
     with _signals_raise():
-        cluster = launch(settings, model, _progress)
+        cluster = launch(settings, model, _progress, keys)
         try:
             announce(_home(), cluster.url)
             yield cluster

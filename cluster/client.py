@@ -36,11 +36,15 @@ class Answer:
 
 
 class Client:
-    """url: the server's address, without /v1. read_timeout_s: of each answer. Use as a context manager."""
+    """url: the server's address, without /v1. read_timeout_s: of each answer. api_key: None sends none.
 
-    def __init__(self, url: str, read_timeout_s: float = READ_TIMEOUT_S) -> None:
+    Use as a context manager.
+    """
+
+    def __init__(self, url: str, read_timeout_s: float = READ_TIMEOUT_S, api_key: str | None = None) -> None:
         timeout = httpx.Timeout(read_timeout_s, connect=CONNECT_TIMEOUT_S)
-        self._http = httpx.Client(base_url=url.rstrip("/"), timeout=timeout, trust_env=False)
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx.Client(base_url=url.rstrip("/"), timeout=timeout, trust_env=False, headers=headers)
 
     def __enter__(self) -> "Client":
         return self
@@ -105,6 +109,10 @@ def _take(answer: Answer, event: dict[str, Any]) -> str:
 def _require_success(response: httpx.Response) -> None:
     if not response.is_error:
         return
+    if response.status_code == 401:
+        sent = "Authorization" in response.request.headers
+        problem = "does not know this API key" if sent else "wants an API key"
+        raise ApiFailed(f"the server {problem}: give one of its keys with --api-key, or set PRELAY_API_KEY")
     try:
         message = response.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):

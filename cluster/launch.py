@@ -15,9 +15,11 @@ import structlog
 from ray.exceptions import RayError, RayTaskError
 
 from cluster.api_actor import ApiActor
+from cluster.api_keys import ApiKeys
 from cluster.coordinator_actor import CoordinatorActor
 from cluster.environment import ENVIRONMENT
 from cluster.errors import LaunchFailed
+from cluster.secret_files import cluster_secret
 from cluster.settings import PoolSettings, Settings
 from decode_node.actor import DecodeActor
 from device.models import ModelFolder
@@ -74,12 +76,16 @@ class Cluster:
         ray.shutdown()
 
 
-def launch(settings: Settings, model: ModelFolder, progress: Progress) -> Cluster:
-    """Start an embedded cluster. Raises LaunchFailed; whatever happens on the way, nothing stays behind."""
+def launch(settings: Settings, model: ModelFolder, progress: Progress, keys: ApiKeys | None = None) -> Cluster:
+    """Start an embedded cluster. Raises LaunchFailed or SettingsError; whatever happens, nothing stays behind.
+
+    keys: what the API asks for; None, or no keys at all, lets everybody in.
+    """
+    cluster_secret(settings)  # a file that is wrong is told of before anything runs
     progress("Starting Ray.")
     try:
         start_ray(settings)
-        return _launch_actors(settings, model, progress)
+        return _launch_actors(settings, model, progress, keys)
     except BaseException as error:
         ray.shutdown()
         if isinstance(error, RayTaskError):
@@ -133,7 +139,7 @@ def _embedded_ray() -> Iterator[None]:
         yield
 
 
-def _launch_actors(settings: Settings, model: ModelFolder, progress: Progress) -> Cluster:
+def _launch_actors(settings: Settings, model: ModelFolder, progress: Progress, keys: ApiKeys | None) -> Cluster:
     limits = settings.limits
     api = _actor(ApiActor).remote(limits)
     coordinator = launch_coordinator(settings)
@@ -147,6 +153,7 @@ def _launch_actors(settings: Settings, model: ModelFolder, progress: Progress) -
             _max_model_len(nodes, limits.start_s),
             settings.host,
             settings.port,
+            keys,
         ),
         timeout=limits.start_s,
     )
@@ -167,8 +174,9 @@ def launch_coordinator(settings: Settings) -> Any:
 
 def launch_nodes(settings: Settings, model: ModelFolder, api: Any, coordinator: Any) -> dict[NodeId, Any]:
     """Start and connect the nodes of both pools under a coordinator; prefill nodes first. api: see NodeActor.start."""
-    prefill = _node_actors(PrefillActor, "prefill", settings, settings.prefill, model)
-    decode = _node_actors(DecodeActor, "decode", settings, settings.decode, model)
+    secret = cluster_secret(settings)
+    prefill = _node_actors(PrefillActor, "prefill", settings, settings.prefill, model, secret)
+    decode = _node_actors(DecodeActor, "decode", settings, settings.decode, model, secret)
     nodes, timeout_s = {**prefill, **decode}, settings.limits.start_s
     infos: list[PeerInfo] = ray.get([node.start.remote(api, coordinator) for node in nodes.values()], timeout=timeout_s)
     _connect_pairs(prefill, decode, {info.node: info for info in infos}, timeout_s)
@@ -192,17 +200,19 @@ def _actor(actor: type, **options: Any) -> Any:
 
 
 def _node_actors(
-    actor: type, role: str, settings: Settings, pool: PoolSettings, model: ModelFolder
+    actor: type, role: str, settings: Settings, pool: PoolSettings, model: ModelFolder, secret: bytes
 ) -> dict[NodeId, Any]:
     handles: dict[NodeId, Any] = {}
     for index in range(pool.nodes):
-        config = _node_config(role, index, settings, pool, model)
+        config = _node_config(role, index, settings, pool, model, secret)
         gpus = 1 if settings.device.startswith("cuda") else 0
         handles[config.node] = _actor(actor, num_gpus=gpus, resources={role: 1}).remote(config)
     return handles
 
 
-def _node_config(role: str, index: int, settings: Settings, pool: PoolSettings, model: ModelFolder) -> NodeConfig:
+def _node_config(
+    role: str, index: int, settings: Settings, pool: PoolSettings, model: ModelFolder, secret: bytes
+) -> NodeConfig:
     return NodeConfig(
         node=NodeId(f"{role}-{index}"),
         incarnation=1,
@@ -234,6 +244,7 @@ def _node_config(role: str, index: int, settings: Settings, pool: PoolSettings, 
         prefix_caching=settings.prefix_caching,
         transport=settings.transport,
         layerwise_tokens=settings.limits.layerwise_tokens,
+        secret=secret,
     )
 
 

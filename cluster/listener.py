@@ -1,6 +1,7 @@
 """The socket that the API listens on."""
 
 import socket
+from ipaddress import ip_address
 
 BACKLOG = 1024
 
@@ -20,3 +21,19 @@ def listen_on(host: str, port: int) -> socket.socket:
         raise OSError(f"can't listen on {host}:{port}: {error.strerror}; choose another --port") from None
     listener.setblocking(False)
     return listener
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what listens on `host`. A name other than localhost may be any address."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def open_door(host: str) -> str:
+    """What to tell the user of an API that listens on `host` without keys."""
+    return (
+        f"prelay: warning: the API listens on {host} without an API key, so everybody who reaches it can use it."
+        " Give --api-key, PRELAY_API_KEY or the setting api_keys_file, or listen on 127.0.0.1."
+    )

@@ -98,6 +98,8 @@ class Settings(_Model):
     order: Literal["destination_first", "source_first"] = "destination_first"
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
+    api_keys_file: Path | None = None
+    cluster_secret_file: Path | None = None
     prefill: PoolSettings = PoolSettings()  # type: ignore[call-arg]
     decode: PoolSettings = PoolSettings()  # type: ignore[call-arg]
     limits: Limits = Limits()  # type: ignore[call-arg]

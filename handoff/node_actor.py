@@ -135,7 +135,7 @@ class NodeActor(ABC, Generic[N]):
             return Exchange(
                 node=config.node,
                 incarnation=config.incarnation,
-                transport=make_transport(config.transport),
+                transport=make_transport(config.transport, config.secret),
                 compatibility=Compatibility.of(facts, PROTOCOL_VERSION),
                 layout=PoolLayout.of(facts),
                 report=report,

@@ -1,6 +1,6 @@
 """What a node process is started with: plain data that travels to the process."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from scheduler.batching import BatchLimits
 from scheduler.device_config import DeviceConfig
@@ -13,7 +13,7 @@ class NodeConfig:
     """One replica. transport: a name. lease_s: seconds without renewal after which a handoff's blocks are freed.
 
     max_holds: handoffs under way on a prefill node; max_reservations: in flight towards a decode node.
-    layerwise_tokens: see PrefillNode.
+    layerwise_tokens: see PrefillNode. secret: the cluster's, which peers prove to each other; not shown anywhere.
     """
 
     node: NodeId
@@ -27,3 +27,4 @@ class NodeConfig:
     prefix_caching: bool
     transport: str
     layerwise_tokens: int
+    secret: bytes = field(repr=False)

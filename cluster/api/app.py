@@ -14,10 +14,12 @@ from cluster.api.context import ApiContext
 from cluster.api.errors import install_error_handlers
 from cluster.api.lora import lora_router
 from cluster.api.metrics import ApiMetrics, CountRequests
+from cluster.api.require_key import RequireKey
 from cluster.api.service import service_router
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ChatTokenizer
 from cluster.api.tokens import tokens_router
+from cluster.api_keys import ApiKeys
 from cluster.gateway import Gateway
 from scheduler.ids import RequestId
 
@@ -38,11 +40,13 @@ def create_app(
     *,
     new_seed: Callable[[], int] = _random_seed,
     unix_time: Callable[[], float] = time.time,
+    keys: ApiKeys | None = None,
 ) -> FastAPI:
     """The API over `gateway`.
 
     clock: seconds from any start, never going back, for durations. unix_time: seconds since the epoch.
-    new_seed: the seed (0 <= seed < 2**63) of a request that names none.
+    new_seed: the seed (0 <= seed < 2**63) of a request that names none. keys: one of them is wanted of each request,
+    see `RequireKey`; None or no keys wants none.
     """
     metrics = ApiMetrics()
     context = ApiContext(
@@ -64,6 +68,8 @@ def create_app(
         app.include_router(make_router(context))
     install_error_handlers(app, settings.retry_after_s)
     app.add_exception_handler(ClientLeft, _on_client_left)
+    if keys:
+        app.add_middleware(RequireKey, keys=keys)
     app.add_middleware(CountRequests, metrics=metrics)
     return app
 

@@ -27,12 +27,14 @@ STATUS_TIMEOUT_S = 15.0
 """More than the coordinator waits for a silent node."""
 
 
-def examine(url: str | None, environ: Mapping[str, str], server_environ: Mapping[str, str]) -> Report:
-    """url: of a running server; None checks this machine alone.
+def examine(
+    url: str | None, environ: Mapping[str, str], server_environ: Mapping[str, str], api_key: str | None = None
+) -> Report:
+    """url: of a running server, which may want an API key; None checks this machine alone.
 
     environ: what nodes would be started with. server_environ: what the running server was; empty if unknown.
     """
-    status, cluster_findings = _read_status(url)
+    status, cluster_findings = _read_status(url, api_key)
     machine = read_machine_facts()
     versions = read_versions()
     ucx, ucx_failure = _read_ucx(environ)
@@ -55,11 +57,11 @@ def examine(url: str | None, environ: Mapping[str, str], server_environ: Mapping
     )
 
 
-def _read_status(url: str | None) -> tuple[Mapping[str, Any] | None, list[Finding]]:
+def _read_status(url: str | None, api_key: str | None) -> tuple[Mapping[str, Any] | None, list[Finding]]:
     if url is None:
         return None, [no_server()]
     try:
-        with Client(url, STATUS_TIMEOUT_S) as client:
+        with Client(url, STATUS_TIMEOUT_S, api_key) as client:
             status = client.get("/cluster/status")
     except ApiFailed as error:
         return None, [no_status(url, str(error))]

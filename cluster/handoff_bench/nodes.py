@@ -39,6 +39,8 @@ SOURCE, DESTINATION = NodeId("prefill-0"), NodeId("decode-0")
 START_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
+NO_SECRET = b""
+"""Made-up bytes, between two processes of this machine, for some seconds."""
 
 OnReport = Callable[[float, NodeReport], None]
 """(seconds of the machine's monotonic clock, report). Called on any thread."""
@@ -198,7 +200,9 @@ def _serve(name: NodeId, spec: Spec, pipe: Connection) -> None:
         with lock, suppress(OSError):
             pipe.send(message)
 
-    host = Host(name, spec, make_transport(spec.transport), lambda seconds, report: tell(None, seconds, report))
+    host = Host(
+        name, spec, make_transport(spec.transport, NO_SECRET), lambda seconds, report: tell(None, seconds, report)
+    )
     tell(0, host.info)
     with suppress(EOFError, OSError):
         while (message := pipe.recv()) is not None:

@@ -8,6 +8,7 @@ import httpx
 from stand_ins import Script, ScriptedGateway, byte_level_tokenizer
 
 from cluster.api import ApiSettings, ChatTokenizer, create_app
+from cluster.api_keys import ApiKeys
 from scheduler.ids import RequestId
 
 MAX_MODEL_LEN = 64
@@ -21,7 +22,7 @@ def hello_gateway() -> ScriptedGateway:
 
 
 @asynccontextmanager
-async def open_client(gateway: ScriptedGateway) -> AsyncIterator[httpx.AsyncClient]:
+async def open_client(gateway: ScriptedGateway, keys: ApiKeys | None = None) -> AsyncIterator[httpx.AsyncClient]:
     """Bodies up to 4096 bytes, 3 prompts, 2 stop strings of 8 characters, 2 stop tokens; ids r0, r1, ..., seed 77."""
     ids = itertools.count()
     app = create_app(
@@ -35,6 +36,7 @@ async def open_client(gateway: ScriptedGateway) -> AsyncIterator[httpx.AsyncClie
         lambda: 0.0,
         new_seed=lambda: 77,
         unix_time=lambda: 1_700_000_000.5,
+        keys=keys,
     )
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://api") as client:

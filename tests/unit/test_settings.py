@@ -81,11 +81,11 @@ def test_scheduling_settings_reach_the_node() -> None:
     }
     settings = load_settings(None, overrides)
     model = ModelFolder("m", Path("/m"))
-    config = _node_config("decode", 0, settings, settings.decode, model)
+    config = _node_config("decode", 0, settings, settings.decode, model, b"secret")
     assert config.policy == SchedulingPolicy("priority", Preemption.SPILL, "fewest-outputs", immunity_tokens=5)
     assert (config.device.spill_bytes, config.device.spill_path) == (3 << 20, "/spill")
     assert (config.max_holds, config.lease_s) == (7, 2.5)
-    config = _node_config("prefill", 0, settings, settings.prefill, model)
+    config = _node_config("prefill", 0, settings, settings.prefill, model, b"secret")
     assert (config.policy, config.device.spill_bytes) == (SchedulingPolicy(), 0)
 
 
