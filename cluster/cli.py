@@ -21,7 +21,7 @@ from cluster.client import Answer, ApiFailed, Client
 from cluster.errors import LaunchFailed
 from cluster.listener import is_loopback, open_door
 from cluster.running import NoServer, announce, environ_of, find, find_any, withdraw
-from cluster.secret_files import api_keys
+from cluster.secret_files import api_keys, cluster_secret
 from cluster.settings import Settings, SettingsError, load_settings
 from cluster.status_view import status_view
 from cluster.story_view import story_lines
@@ -236,6 +236,7 @@ def _progress(line: str) -> None:
 @contextmanager
 def _cluster(settings: Settings, keys: ApiKeys | None = None) -> Iterator["Cluster"]:
     """A running cluster; it is stopped on the way out, also when a signal comes while it starts."""
+    cluster_secret(settings)  # a file that is wrong is told of before anything runs
     model = _resolve(settings.model)
     err.print("Loading libraries.", style="dim")
     from cluster.launch import launch

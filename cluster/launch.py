@@ -81,7 +81,6 @@ def launch(settings: Settings, model: ModelFolder, progress: Progress, keys: Api
 
     keys: what the API asks for; None, or no keys at all, lets everybody in.
     """
-    cluster_secret(settings)  # a file that is wrong is told of before anything runs
     progress("Starting Ray.")
     try:
         start_ray(settings)
