@@ -19,6 +19,8 @@ class Refused:
 _NO_LOGPROBS = Refused((False,), "log probabilities are not computed; leave it out or send null")
 _NO_TOOLS = Refused(([],), "tools are not supported; leave them out")
 _TEXT_ONLY = Refused(({"type": "text"},), "only free text is generated; leave it out")
+_NO_HANDOFF = Refused((), "handoffs are arranged inside the cluster, never by a client; leave it out")
+"""What other servers let a proxy, or whoever pretends to be one, put into a request."""
 
 REFUSED: Mapping[str, Refused] = {
     "n": Refused((1,), "only n = 1 is served; send several requests or several prompts"),
@@ -48,6 +50,11 @@ REFUSED: Mapping[str, Refused] = {
     "prompt_embeds": Refused((), "send the prompt as text or token ids"),
     "truncate_prompt_tokens": Refused((), "shorten the prompt before you send it"),
     "chat_template": Refused((), "the model's own template is used; leave it out"),
+    "kv_transfer_params": _NO_HANDOFF,
+    "disaggregated_params": _NO_HANDOFF,
+    "bootstrap_host": _NO_HANDOFF,
+    "bootstrap_port": _NO_HANDOFF,
+    "bootstrap_room": _NO_HANDOFF,
     "continue_final_message": Refused((False,), "send the text to /v1/completions instead"),
 }
 

@@ -237,6 +237,11 @@ UNSUPPORTED = {
     "response_format": [{"type": "json_object"}],
     "logit_bias": [{"5": 1}],
     "continue_final_message": [True],
+    "kv_transfer_params": [{"do_remote_prefill": True, "remote_block_ids": [1]}, {}],
+    "disaggregated_params": [{"request_type": "generation_only"}],
+    "bootstrap_host": ["10.0.0.1"],
+    "bootstrap_port": [1],
+    "bootstrap_room": [7],
 }
 
 
