@@ -1,8 +1,8 @@
 """Who may speak on the data plane: proofs of the cluster's secret in hellos, and seals on frames. Pure.
 
     key      of the cluster: a hash of its secret; it never travels
-    hello    proof = MAC(key, hello | the receiver's identity). A connection opens only by a hello that repeats the
-             random nonce which this side drew for it, so one that was recorded opens nothing, here or elsewhere
+    hello    proof = MAC(key, hello), and the hello names its receiver. A connection opens only by a hello that repeats
+             the random nonce which this side drew for it, so one that was recorded opens nothing, here or elsewhere
     session  key of one direction of one connection = MAC(key, identity, number and nonce of the sender, then of the
              receiver)
     frame    count | MAC(session key of its sender, count | tag | content) | content
@@ -47,13 +47,13 @@ class ClusterKey:
     def __repr__(self) -> str:
         return "ClusterKey(...)"
 
-    def proof(self, hello: bytes, receiver: bytes) -> bytes:
-        """MAC_BYTES that only who has the secret can make. receiver: its identity."""
-        return blake2b(hello + receiver, key=self._key, digest_size=MAC_BYTES, person=b"prelay hello").digest()
+    def proof(self, hello: bytes) -> bytes:
+        """MAC_BYTES that only who has the secret can make."""
+        return blake2b(hello, key=self._key, digest_size=MAC_BYTES, person=b"prelay hello").digest()
 
-    def check(self, proof: bytes, hello: bytes, receiver: bytes) -> None:
+    def check(self, proof: bytes, hello: bytes) -> None:
         """Raises NotAuthentic."""
-        if not compare_digest(proof, self.proof(hello, receiver)):
+        if not compare_digest(proof, self.proof(hello)):
             raise NotAuthentic("its proof of the cluster's secret is wrong")
 
     def session(self, sender: bytes, receiver: bytes) -> bytes:

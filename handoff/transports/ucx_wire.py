@@ -45,7 +45,7 @@ IDENTITY_BYTES = 8
 HOST_BYTES = 16
 _ADDRESS = struct.Struct(f"<4s{IDENTITY_BYTES}s{HOST_BYTES}s")
 _PLACE = struct.Struct("<IIQQIQQQ")
-_HELLO = struct.Struct(f"<4s{IDENTITY_BYTES}sII?{NONCE_BYTES}s{NONCE_BYTES}s")
+_HELLO = struct.Struct(f"<4s{IDENTITY_BYTES}s{IDENTITY_BYTES}sII?{NONCE_BYTES}s{NONCE_BYTES}s")
 _PARTY = struct.Struct(f"<{IDENTITY_BYTES}sI{NONCE_BYTES}s")
 _NOTE = struct.Struct("<BIQ")
 _ADDRESS_MAGIC = b"PLA4"
@@ -150,37 +150,39 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """identity: the sender's. number: to be used towards the sender. seen: the receiver's number, 0 if unknown.
+    """identity: the sender's. receiver: the identity of the transport that it is for.
 
-    nonce: the sender's for this number. echo: the receiver's for the number that was seen. reads: the sender copies
-    from the receiver's pool by itself; alike in all hellos with one number.
+    number: to be used towards the sender. seen: the receiver's number, 0 if unknown. nonce: the sender's for this
+    number. echo: the receiver's for the number that was seen. reads: the sender copies from the receiver's pool by
+    itself; alike in all hellos with one number.
     """
 
     identity: bytes
+    receiver: bytes
     number: int
     seen: int
     nonce: bytes
     echo: bytes = NO_NONCE
     reads: bool = False
 
-    def pack(self, key: ClusterKey, receiver: bytes) -> bytes:
-        """With the proof that it was meant for the transport `receiver`."""
-        fields = (self.identity, self.number, self.seen, self.reads, self.nonce, self.echo)
+    def pack(self, key: ClusterKey) -> bytes:
+        """With the proof that its sender has the key."""
+        fields = (self.identity, self.receiver, self.number, self.seen, self.reads, self.nonce, self.echo)
         hello = _HELLO.pack(_HELLO_MAGIC, *fields)
-        return hello + key.proof(hello, receiver)
+        return hello + key.proof(hello)
 
     @staticmethod
     def unpack(data: bytes) -> "Hello":
         """Proves nothing yet. Raises ValueError when the bytes are no hello of this version."""
         if len(data) != HELLO_BYTES or data[:4] != _HELLO_MAGIC:
             raise ValueError("not a hello of a UCX transport of this version of Prelay")
-        _, identity, number, seen, reads, nonce, echo = _HELLO.unpack_from(data)
-        return Hello(identity, number, seen, nonce, echo, reads)
+        _, identity, receiver, number, seen, reads, nonce, echo = _HELLO.unpack_from(data)
+        return Hello(identity, receiver, number, seen, nonce, echo, reads)
 
 
-def check_hello(data: bytes, key: ClusterKey, receiver: bytes) -> None:
-    """Raises NotAuthentic when a hello of the right size was not made with the key, for the transport `receiver`."""
-    key.check(data[_HELLO.size :], data[: _HELLO.size], receiver)
+def check_hello(data: bytes, key: ClusterKey) -> None:
+    """Raises NotAuthentic when what `Hello.unpack` takes was not made with the key."""
+    key.check(data[_HELLO.size :], data[: _HELLO.size])
 
 
 class Tell(IntEnum):

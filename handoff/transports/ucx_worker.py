@@ -297,9 +297,13 @@ class UcxWorker:
             if self._strangers.is_news(b"", time.monotonic()):
                 log.warning("hello dropped", error=str(error))
             return
+        if hello.receiver != self._own.identity:
+            # Said to who had this address before, or recorded elsewhere.
+            log.debug("hello for another transport dropped", identity=hello.identity.hex())
+            return
         peer = self._by_identity.get(hello.identity)
         try:
-            check_hello(data, self._key, self._own.identity)
+            check_hello(data, self._key)
         except NotAuthentic as error:
             self._refuse(hello, peer, error)
             return
@@ -312,7 +316,7 @@ class UcxWorker:
         """An open connection is left alone: somebody else may have sent this in the peer's name."""
         if self._strangers.is_news(hello.identity, time.monotonic()):
             log.warning(
-                "peer refused: it has another cluster secret or none, or a hello was replayed",
+                "peer refused: it has another cluster secret or none",
                 peer=peer.name if peer else None,
                 identity=hello.identity.hex(),
                 error=str(error),
@@ -337,9 +341,9 @@ class UcxWorker:
         """answered: None for the first one."""
         pairing, reads = peer.pairing, peer.shared.source is not None
         seen, echo = (answered.number, answered.nonce) if answered else (0, NO_NONCE)
-        hello = Hello(self._own.identity, pairing.number, seen, pairing.nonce, echo, reads)
+        hello = Hello(self._own.identity, peer.identity, pairing.number, seen, pairing.nonce, echo, reads)
         try:
-            peer.send_hello(hello.pack(self._key, peer.identity))
+            peer.send_hello(hello.pack(self._key))
         except UCXError as error:
             self._lose(peer, f"the connection to {peer.name} failed: {error}")
 

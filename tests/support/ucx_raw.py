@@ -64,8 +64,8 @@ class RawPeer:
 
     def say_hello(self, answered: Hello | None) -> bytes:
         seen, echo = (answered.number, answered.nonce) if answered else (0, bytes(NONCE_BYTES))
-        hello = Hello(self.identity, self.pairing.number, seen, self.pairing.nonce, echo)
-        frame = hello.pack(self.key, self.remote.identity)
+        hello = Hello(self.identity, self.remote.identity, self.pairing.number, seen, self.pairing.nonce, echo)
+        frame = hello.pack(self.key)
         self.hellos_sent.append(frame)
         self.send(frame, HELLO_TAG)
         return frame
