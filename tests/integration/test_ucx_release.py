@@ -78,13 +78,13 @@ def test_late_pieces_of_a_given_up_connection_are_dropped(
 ) -> None:
     """Eager pieces that nobody received leave UCX's memory; over a new connection the same channel works."""
     dropped: list[int] = []
-    take_apart = ucx_worker.UcxWorker._take_apart
+    discard = ucx_worker.UcxWorker._discard
 
-    def spy(self: ucx_worker.UcxWorker, probe: Any, requests: Any) -> None:
+    def spy(self: ucx_worker.UcxWorker, probe: Any) -> None:
         dropped.append(probe.length)
-        take_apart(self, probe, requests)
+        discard(self, probe)
 
-    monkeypatch.setattr(ucx_worker.UcxWorker, "_take_apart", spy)
+    monkeypatch.setattr(ucx_worker.UcxWorker, "_discard", spy)
     left, right = pair
     outcomes: Outcomes = queue.SimpleQueue()
     small = [Piece(index * 1000, 1000) for index in range(200)]
