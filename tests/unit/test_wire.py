@@ -1,3 +1,5 @@
+import tracemalloc
+
 import msgspec
 import pytest
 
@@ -135,3 +137,14 @@ def test_frames_have_a_size_limit_on_both_sides() -> None:
 def test_hostile_bodies_are_wire_errors(body: bytes) -> None:
     with pytest.raises(WireError):
         decode(HEADER + body)
+
+
+@pytest.mark.parametrize("claim", [2**32 - 1, 200_000_000, 200_000], ids=str)
+def test_a_claim_of_many_blocks_allocates_nothing(claim: int) -> None:
+    frame = encode(Accept("h", 1, 7, channel=5, cached_tokens=16, blocks=(1, 2, 3)))
+    tracemalloc.start()
+    with pytest.raises(WireError, match="content is wrong"):
+        decode(frame.replace(b"\x93\x01\x02\x03", b"\xdd" + claim.to_bytes(4, "big") + b"\x01\x02\x03"))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 16
