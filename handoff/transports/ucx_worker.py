@@ -21,6 +21,7 @@ from handoff.transports.base import Done, Link, OnMessage, PeerLost, Piece
 from handoff.transports.liveness import PEER_SILENCE_S
 from handoff.transports.pieces import run_callback
 from handoff.transports.shared_pools import SharedPools
+from handoff.transports.ucx_door import Door, Stranger
 from handoff.transports.ucx_links import (
     endpoint_transports,
     host_identity,
@@ -32,9 +33,8 @@ from handoff.transports.ucx_links import (
 from handoff.transports.ucx_lost import LostTransfers
 from handoff.transports.ucx_peer import UcxPeer
 from handoff.transports.ucx_pool import span_maker
-from handoff.transports.ucx_seal import NONCE_BYTES, ClusterKey, FramesMissing, NotAuthentic
+from handoff.transports.ucx_seal import NONCE_BYTES, ClusterKey, FramesMissing
 from handoff.transports.ucx_shared import SharedLane
-from handoff.transports.ucx_strangers import EarlyHellos, Strangers
 from handoff.transports.ucx_transfer import Receive, Send
 from handoff.transports.ucx_wire import (
     FRAME_BIT,
@@ -47,7 +47,6 @@ from handoff.transports.ucx_wire import (
     Address,
     Heed,
     Hello,
-    check_hello,
     next_number,
     number_of,
     piece_tag,
@@ -90,8 +89,7 @@ class UcxWorker:
         self._by_number: dict[int, UcxPeer] = {}
         self._by_identity: dict[bytes, UcxPeer] = {}
         self._key = ClusterKey(secret)
-        self._early = EarlyHellos()
-        self._strangers = Strangers()
+        self._door = Door(self._key, identity)
         self._retired: deque[int] = deque(maxlen=RETIRED_NUMBERS)
         self._hellos: deque[tuple[Any, Any]] = deque()
         self._unsettled: list[tuple[Any, Any]] = []
@@ -143,7 +141,7 @@ class UcxWorker:
         nonce = secrets.token_bytes(NONCE_BYTES)
         peer = UcxPeer(name, address, endpoint, lane, same_host, self._peer_silence_s, nonce)
         self._peers[name] = self._by_number[self._number] = self._by_identity[peer.identity] = peer
-        early = self._early.take(peer.identity)
+        early = self._door.early.take(peer.identity)
         if early is None:
             self._say_hello(peer, None)
         else:
@@ -292,35 +290,23 @@ class UcxWorker:
 
     def _take_hello(self, data: bytes) -> None:
         try:
-            hello = Hello.unpack(data)
-        except ValueError as error:
-            if self._strangers.is_news(b"", time.monotonic()):
-                log.warning("hello dropped", error=str(error))
+            hello = self._door.admit(data, time.monotonic())
+        except Stranger as stranger:
+            self._refuse(stranger)
             return
-        if hello.receiver != self._own.identity:
-            # Said to who had this address before, or recorded elsewhere.
-            log.debug("hello for another transport dropped", identity=hello.identity.hex())
+        if hello is None:
             return
         peer = self._by_identity.get(hello.identity)
-        try:
-            check_hello(data, self._key)
-        except NotAuthentic as error:
-            self._refuse(hello, peer, error)
-            return
         if peer is None:
-            self._early.keep(hello)
+            self._door.early.keep(hello)
         else:
             self._heed(peer, hello)
 
-    def _refuse(self, hello: Hello, peer: UcxPeer | None, error: NotAuthentic) -> None:
+    def _refuse(self, stranger: Stranger) -> None:
         """An open connection is left alone: somebody else may have sent this in the peer's name."""
-        if self._strangers.is_news(hello.identity, time.monotonic()):
-            log.warning(
-                "peer refused: it has another cluster secret or none",
-                peer=peer.name if peer else None,
-                identity=hello.identity.hex(),
-                error=str(error),
-            )
+        peer = self._by_identity.get(stranger.hello.identity)
+        if stranger.is_news:
+            log.warning("peer refused", peer=peer.name if peer else None, reason=str(stranger))
         if peer is not None and not peer.pairing.is_open:
             # It may have dropped our first hello, before its own `connect`, and is to learn that nothing will follow.
             self._say_hello(peer, None)
@@ -330,7 +316,7 @@ class UcxWorker:
         heed = peer.pairing.heed(hello)
         if heed is Heed.SUPERSEDED:
             self._lose(peer, f"{peer.name} has given up this connection and connected anew")
-            self._early.keep(hello)
+            self._door.early.keep(hello)
         if heed in (Heed.OPEN, Heed.OPEN_AND_ANSWER):
             peer.open(peer.pairing.seals(self._key, self._own.identity, peer.identity))
             self._note_link(peer)

@@ -2,8 +2,8 @@
 
 import pytest
 
+from handoff.transports.ucx_door import EARLY_HELLOS, STRANGERS, WARN_EVERY_S, EarlyHellos, Strangers
 from handoff.transports.ucx_seal import SEAL_BYTES, ClusterKey, FramesMissing, NotAuthentic, Opener, Sealer
-from handoff.transports.ucx_strangers import EARLY_HELLOS, STRANGERS, WARN_EVERY_S, EarlyHellos, Strangers
 from handoff.transports.ucx_wire import NO_NONCE, Hello, Pairing, check_hello
 
 A, B, C = b"identitA", b"identitB", b"identitC"

@@ -1,6 +1,14 @@
-"""What a transport remembers of those that it doesn't know: bounded, whatever they send. Pure; time is an argument."""
+"""Who is let in: hellos are read and proven here, and what is remembered of those that nobody knows is bounded.
 
-from handoff.transports.ucx_wire import Hello, is_newer
+Time is an argument.
+"""
+
+import structlog
+
+from handoff.transports.ucx_seal import ClusterKey, NotAuthentic
+from handoff.transports.ucx_wire import Hello, check_hello, is_newer
+
+log = structlog.get_logger()
 
 EARLY_HELLOS = 1024
 """Hellos kept from transports that this node hasn't connected to yet; the oldest go first."""
@@ -52,3 +60,40 @@ class Strangers:
         if len(self._warned_of) > STRANGERS:
             self._warned_of.pop(next(iter(self._warned_of)))
         return True
+
+
+class Stranger(ValueError):
+    """It could not prove the secret. hello: what it claims. is_news: worth a warning."""
+
+    def __init__(self, hello: Hello, is_news: bool) -> None:
+        super().__init__(f"transport {hello.identity.hex()} has another cluster secret or none")
+        self.hello = hello
+        self.is_news = is_news
+
+
+class Door:
+    """identity: our own."""
+
+    def __init__(self, key: ClusterKey, identity: bytes) -> None:
+        self.early = EarlyHellos()
+        self._key = key
+        self._identity = identity
+        self._strangers = Strangers()
+
+    def admit(self, data: bytes, now: float) -> Hello | None:
+        """A hello for us whose sender has the secret; None for what isn't for us. Raises Stranger."""
+        try:
+            hello = Hello.unpack(data)
+        except ValueError as error:
+            if self._strangers.is_news(b"", now):
+                log.warning("hello dropped", error=str(error))
+            return None
+        if hello.receiver != self._identity:
+            # Said to who had this address before, or recorded elsewhere.
+            log.debug("hello for another transport dropped", identity=hello.identity.hex())
+            return None
+        try:
+            check_hello(data, self._key)
+        except NotAuthentic:
+            raise Stranger(hello, self._strangers.is_news(hello.identity, now)) from None
+        return hello
