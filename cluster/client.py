@@ -38,10 +38,12 @@ class Answer:
 class Client:
     """url: the server's address, without /v1. read_timeout_s: of each answer. api_key: None sends none.
 
-    Use as a context manager.
+    Use as a context manager. Raises ApiFailed for what can't be a key.
     """
 
     def __init__(self, url: str, read_timeout_s: float = READ_TIMEOUT_S, api_key: str | None = None) -> None:
+        if api_key and not (api_key.isascii() and api_key.isprintable()):
+            raise ApiFailed("this is no API key: they are printable ASCII")
         timeout = httpx.Timeout(read_timeout_s, connect=CONNECT_TIMEOUT_S)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx.Client(base_url=url.rstrip("/"), timeout=timeout, trust_env=False, headers=headers)

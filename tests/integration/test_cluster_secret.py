@@ -152,6 +152,22 @@ def test_recorded_hellos_open_nothing(
     assert node.wait_messages(2)[1] == ("raw", b"two")
 
 
+def test_a_hello_in_the_name_of_a_connected_peer_changes_nothing(
+    node_with: Callable[[str, bytes], Node], raw_to: Callable[[Node, bytes], RawPeer]
+) -> None:
+    node = node_with("node", SECRET)
+    raw, impostor = raw_to(node, SECRET), raw_to(node, OTHER)
+    node.transport.connect("raw", raw.address)
+    raw.shake_hands()
+    assert impostor.identity == raw.identity
+    impostor.fresh_pairing(NUMBER + 1)
+    impostor.say_hello(None)
+    raw.progress_for(SETTLE_S)
+    assert [link.peer for link in node.transport.links()] == ["raw"]
+    raw.send_sealed(b"one")
+    assert node.wait_messages(1) == [("raw", b"one")]
+
+
 def test_a_hello_for_another_node_is_not_heard(
     node_with: Callable[[str, bytes], Node], raw_to: Callable[[Node, bytes], RawPeer]
 ) -> None:

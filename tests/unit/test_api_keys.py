@@ -150,6 +150,12 @@ def test_the_command_line_says_what_to_do(key: str | None, words: str) -> None:
     assert "PRELAY_API_KEY" in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["schlüssel", "line\nbreak"])
+def test_the_command_line_sends_nothing_that_is_no_key(key: str) -> None:
+    with pytest.raises(ApiFailed, match="this is no API key"):
+        Client("http://api", api_key=key)
+
+
 @pytest.mark.parametrize("command", [["status"], ["story", "r0"], ["chat"], ["doctor"]], ids=" ".join)
 @pytest.mark.parametrize("way", ["option", "variable"])
 def test_commands_send_the_key(command: list[str], way: str, monkeypatch: pytest.MonkeyPatch) -> None:
