@@ -343,7 +343,9 @@ class Driver:
         handoff_id, attempt = drive.handoff.handoff_id, drive.handoff.attempt
         match kind:
             case ActionKind.RESERVE_DESTINATION:
-                reserve = ReserveDestination(handoff_id, drive.request, attempt, activate_when_landed=True)
+                reserve = ReserveDestination(
+                    handoff_id, drive.request, attempt, activate_when_landed=True, source=drive.source
+                )
                 return drive.destination, reserve
             case ActionKind.ACTIVATE_DESTINATION:
                 return drive.destination, ActivateDestination(handoff_id, attempt)
