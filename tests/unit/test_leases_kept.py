@@ -86,7 +86,7 @@ async def test_an_expired_lease_fails_the_handoff_and_both_sides_are_cancelled(s
     task = await bench.begin()
     await bench.report(RESERVED)
     await bench.report(HELD)
-    await bench.report(LeaseExpired(H, 1, R, side))
+    await bench.report(LeaseExpired(H, 1, R, side), node=node)
     record = await task
     assert record.completion is Completion.FAILED
     assert record.reason == f"{node}: the {side.value}'s lease expired, nobody had renewed it"

@@ -58,6 +58,9 @@ class RecordingExchange:
     def offer(self, peer: NodeId, handoff_id: str, attempt: int, *request: Any) -> None:
         self._log.append(f"offer {handoff_id} to {peer}")
 
+    def sending_to(self, handoff_id: str, attempt: int) -> None:
+        """Nothing is under way before `offer`."""
+
     def advance(self, handoff_id: str, attempt: int, progress: Progress) -> None:
         self._log.append(f"advance {handoff_id} to {progress.final}")
 
